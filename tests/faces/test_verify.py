@@ -174,20 +174,17 @@ def test_verify_saved_embedder(call, tmp_path, flip_tta):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nothing.onnx", "FACES", "PAIRS"], "nothing.onnx"),
-        (["MODEL", "FACES", "FACES"], "no list of pairs"),
-        (["MODEL", "FACES", "PAIRS", "--roc", "x.pdf"], "--roc x.pdf"),
-        (["MODEL", "FACES", "PAIRS", "--out", "x.csv"], "--out x.csv"),
-        (["MODEL", "FACES", "PAIRS", "--input", '{"sise": 8}'], "did you mean 'size'"),
-        (["MODEL", "FACES", "PAIRS", "--device", "gpu"], "'gpu'"),
+        (["nothing.onnx", "faces", "pairs.txt"], "nothing.onnx"),
+        (["m.onnx", "faces", "faces"], "no list of pairs"),
+        (["m.onnx", "faces", "pairs.txt", "--roc", "x.pdf"], "--roc x.pdf"),
+        (["m.onnx", "faces", "pairs.txt", "--out", "x.csv"], "--out x.csv"),
+        (["m.onnx", "faces", "pairs.txt", "--input", '{"sise": 8}'], "did you mean 'size'"),
+        (["m.onnx", "faces", "pairs.txt", "--device", "gpu"], "'gpu'"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_verify_usage_errors(call, tmp_path, words, message):
+def test_verify_usage_errors(call, tmp_path, monkeypatch, words, message):
     by_hand(tmp_path)
-    places = {
-        "MODEL": mean_color(tmp_path / "m.onnx"),
-        "FACES": tmp_path / "faces",
-        "PAIRS": tmp_path / "pairs.txt",
-    }
-    assert message in call("faces", "verify", *[places.get(w, w) for w in words], code=2)
+    mean_color(tmp_path / "m.onnx")
+    monkeypatch.chdir(tmp_path)
+    assert message in call("faces", "verify", *words, code=2)

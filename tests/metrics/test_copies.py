@@ -112,7 +112,7 @@ def test_copies_are_found_exactly():
     draw = np.random.default_rng(0)
     for dtype in (np.float32, np.float64, np.uint8):
         matrix = draw.integers(0, 3, (500, 6)).astype(dtype)
-        matrix[:, :4] //= 2  # the first columns tell few rows apart
+        matrix[:, :4] //= 2  # few rows differ in the first columns
         first: dict[bytes, int] = {}
         expected = [(i, first.setdefault(row.tobytes(), i)) for i, row in enumerate(matrix)]
         expected = [pair for pair in expected if pair[0] != pair[1]]

@@ -32,8 +32,6 @@ def data():
         "groups": draw.integers(0, 6, 60),
         "smooth": draw.normal(size=(60, 8)),
         "rows": np.arange(60),
-        # Of the second process alone, products with these leave the range of float32.
-        "scales": np.where(np.arange(60) < CUTS[1], 1.0, 2.0**-120).astype(np.float32)[:, None],
     }
 
 
@@ -67,15 +65,6 @@ def cases(share):
                 "query_labels": numbers,
                 "ignore_groups": given["rows"],
                 "query_ignore_groups": given["rows"],
-            },
-        ),
-        "scales": (
-            given["smooth"].astype(np.float32),
-            numbers,
-            {
-                "similarity": "dot",
-                "queries": given["smooth"].astype(np.float32)[::-1].copy() * given["scales"],
-                "query_labels": numbers,
             },
         ),
         "queries": (
@@ -167,7 +156,7 @@ def test_processes_agree_to_the_last_bit(reports):
 
 
 @pytest.mark.parametrize("label", ["uneven", "empty"])
-@pytest.mark.parametrize("name", [name for name in cases(slice(None)) if name != "scales"])
+@pytest.mark.parametrize("name", list(cases(slice(None))))
 def test_two_processes_equal_one(reports, label, name):
     vectors, labels, options = cases(slice(None))[name]
     if name == "queries":
@@ -178,13 +167,6 @@ def test_two_processes_equal_one(reports, label, name):
 @pytest.mark.parametrize("label", ["uneven", "empty"])
 def test_queries_in_the_gallery_equal_a_search_of_all(reports, label):
     assert reports[0][f"{label} roles"] == reports[0][f"{label} plain"]
-
-
-def test_processes_agree_on_the_precision(reports):
-    vectors, labels, options = cases(slice(None))["scales"]
-    shares = [slice(*pair) for pair in pairwise(CUTS)]
-    options["queries"] = np.concatenate([cases(at)["scales"][2]["queries"] for at in shares])
-    assert reports[0]["uneven scales"] == evaluate(vectors, labels, **options, metrics=CHOSEN)
 
 
 def test_clustering_and_single_queries_equal_one_process(reports):

@@ -37,7 +37,7 @@ def test_equals_brute_force(seed, classes, per_class, width, side):
         patch.setattr(proxy_separability, "nearest_other_class", blocked)
         result = separability(proxies)
     expected = brute_force(proxies)
-    np.testing.assert_allclose(result.per_class.numpy(), expected, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(result.per_class, expected, rtol=0, atol=1e-14)
     assert result.mean == pytest.approx(expected.mean(), abs=1e-14)
 
 
@@ -64,7 +64,7 @@ def test_zero_proxies_have_cosine_zero_and_copies_one():
 def test_scores_are_the_mean_and_the_angles_in_degrees():
     angle = torch.tensor([0.0, 30.0, 100.0, 190.0]).deg2rad()
     scores = separability(torch.stack([angle.cos(), angle.sin()], 1)).scores()
-    # The nearest rivals are 30, 30, 70 and 90 degrees away.
+    # The nearest other classes are 30, 30, 70 and 90 degrees away.
     assert scores["mean_angle"] == pytest.approx(55, abs=1e-4)
     assert scores["smallest_angle"] == pytest.approx(30, abs=1e-4)
     cosines = torch.tensor([30.0, 30.0, 70.0, 90.0]).deg2rad().cos()

@@ -16,10 +16,8 @@ from proximetry.metrics import Evaluation, RetrievalResult
 from proximetry.models import Embedder
 from proximetry.reports import RunRecord, evaluate_run
 from proximetry.reports.evaluation import MAPPED
-from proximetry.reports.proxies import _as_trained, measure_use, read_proxies
+from proximetry.reports.proxies import measure_use, read_proxies
 from proximetry.reports.sections import classes_section, confused_pairs
-from proximetry.training import train
-from tests.reports.conftest import make_recipe
 
 
 def rankings(result):
@@ -64,8 +62,8 @@ def test_worst_and_best_queries(found):
     score = [average_precision(result, q, order) for q, order in enumerate(orders)]
     nearest = [cosines[q, order[0]] for q, order in enumerate(orders)]
     for chosen, key in (
-        (result.worst(4), lambda q: (score[q], -nearest[q])),
-        (result.best(4), lambda q: (-score[q], nearest[q])),
+        (result.extremes(4, best=False), lambda q: (score[q], -nearest[q])),
+        (result.extremes(4, best=True), lambda q: (-score[q], nearest[q])),
     ):
         expected = {}
         for query in sorted(range(len(labels)), key=key):
@@ -151,49 +149,13 @@ def test_number_of_proxies_in_use(records, found, table):
     np.testing.assert_allclose(use.effective, effective)
 
 
-def test_proxies_are_compared_without_pca(home, table):
-    recipe = make_recipe(table, home / "cache", model={"pca_dim": 4}, training={"epochs": 1})
-    train(recipe, home / "pca")
-    record = RunRecord.read(home / "pca")
-    result = evaluate_run(record)
-    assert result.agrees
-    proxies = read_proxies(record)
-    assert proxies.weight.shape[2] == 8
-    trained = _as_trained(proxies, result.embedder)
-    files = [result.catalog.file(row) for row in range(len(result.catalog))]
-    whole, reduced = trained.encode(files), result.vectors
-    assert (whole.shape[1], reduced.shape[1]) == (8, 4)
-    # The reduced vectors are a linear function of the others, up to their lengths.
-    axes = torch.linalg.lstsq(
-        trained.head.weight.detach().T, result.embedder.head.weight.detach().T
-    )
-    guess = torch.nn.functional.normalize(whole @ axes.solution)
-    torch.testing.assert_close(guess, reduced, atol=1e-4, rtol=0)
-    assert measure_use(proxies, result.embedder, training_images(result, table)).images
-
-
-def test_proxies_of_an_embedder_without_a_head(home, table, tmp_path):
-    recipe = make_recipe(table, home / "cache", training={"epochs": 1})
-    embedder = Embedder.create("small_convnet", None, weights="none", image_size=24)
-    train(recipe, tmp_path / "run", embedder=embedder)
-    record = RunRecord.read(tmp_path / "run")
-    result, proxies = evaluate_run(record), read_proxies(record)
-    vectors = _as_trained(proxies, result.embedder).encode([result.catalog.file(0)])
-    torch.testing.assert_close(vectors, result.vectors[:1])
-
-
-def test_checkpoint_of_another_architecture_is_rejected(home, table, records, tmp_path):
-    proxies = read_proxies(records[0])
-    other = Embedder.create("test_vit", 8, weights="none", image_size=32)
-    with pytest.raises(ValueError, match=r"\.safetensors does not fit"):
-        _as_trained(proxies, other)
-    pytest.importorskip("peft")
-    model = {"backbone": "test_vit", "image_size": 32, "pooling": "auto", "lora_rank": 2}
-    recipe = make_recipe(table, home / "cache", model=model, training={"epochs": 1})
-    train(recipe, tmp_path / "lora")
-    record = RunRecord.read(tmp_path / "lora")
-    with pytest.raises(ValueError, match="LoRA"):
-        _as_trained(read_proxies(record), evaluate_run(record).embedder)
+def test_use_of_proxies_needs_the_embedder_of_the_proxies(records, found, table):
+    proxies, train_set = read_proxies(records[0]), training_images(found[0], table)
+    reduced = replace(proxies, weight=torch.cat([proxies.weight, proxies.weight], dim=2))
+    with pytest.raises(ValueError, match="PCA"):
+        measure_use(reduced, found[0].embedder, train_set)
+    with pytest.raises(ValueError, match="selected epoch"):
+        measure_use(replace(proxies, is_selected=False), found[0].embedder, train_set)
 
 
 def many_classes(count):

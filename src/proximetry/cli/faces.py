@@ -62,8 +62,7 @@ def align(
     document = dataclasses.asdict(result) | {"out": str(result.out), "report": str(result.report)}
     kept = {"all": "all were", "largest": "the largest was"}
     chosen = kept.get(keep, "the one nearest to the center was")
-    done = "copied" if result.copied else "aligned"
-    lines = [f"{done} {result.faces} faces of {result.images} images to {out} ({size})"]
+    lines = [f"aligned {result.faces} faces of {result.images} images to {out} ({size})"]
     if result.several:
         lines.append(f"{result.several} images show several faces, of which {chosen} kept")
     if result.no_face:

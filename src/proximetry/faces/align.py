@@ -6,12 +6,11 @@ import io
 import json
 import os
 import sqlite3
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, get_args
 
@@ -51,7 +50,6 @@ class Alignment:
     report: Path
     images: int
     faces: int
-    copied: int
     several: int
     no_face: int
     unreadable: int
@@ -82,8 +80,7 @@ def align_folder(
     """Align the faces in all images below a folder; resume an interrupted call.
 
     The new folder has the same sub-folders with a PNG file for each kept face, and `faces.csv`,
-    which lists every image and every detected face. A folder whose images all have the size of an
-    aligned face is copied unchanged.
+    which lists every image and every detected face.
 
     Args:
         folder: the images.
@@ -95,24 +92,27 @@ def align_folder(
         log: called with messages.
 
     Raises:
-        UsageError: there is nothing to align, no detector, or `out` contains other files.
+        UsageError: there is nothing to align (also if all images have the size of an aligned
+            face), no detector, or `out` contains other files.
     """
     for name, value, known in (("size", size, get_args(Size)), ("keep", keep, get_args(Keep))):
         if value not in known:
             raise UsageError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     source, home = Path(folder), Path(out)
     paths = _find_images(source, home, log)
-    settings: dict[str, Any] = {"format": FORMAT, "folder": str(source.resolve()), "size": size}
     if _is_aligned(source, paths, size):
-        log(f"all images in {source} are {size} already: they are copied unchanged")
-        settings |= {"keep": None, "detector": None}
-        model = None
-    else:
-        file, package = (Path(detector), "") if detector is not None else find_detector()
-        model = Detector(file)
-        log(f"detector: {file.name}{package and f' of {package}'}")
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-        settings |= {"keep": keep, "detector": f"{file.name} ({digest})"}
+        raise UsageError(f"all images in {source} are {size} already. Use them as they are.")
+    file, package = (Path(detector), "") if detector is not None else find_detector()
+    model = Detector(file)
+    log(f"detector: {file.name}{package and f' of {package}'}")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    settings = {
+        "format": FORMAT,
+        "folder": str(source.resolve()),
+        "size": size,
+        "keep": keep,
+        "detector": f"{file.name} ({digest})",
+    }
     work = _Work(source, home, size, keep, model, ambiguous(paths, keep))
     with _open_journal(home, settings) as journal:
         done = _check_journal(journal, source, home, paths)
@@ -189,13 +189,13 @@ def choose(faces: Faces, keep: Keep, shape: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Work:
-    """Detect, choose, warp and write the faces of a few images; without detector, copy them."""
+    """Detect, choose, warp and write the faces of a few images."""
 
     folder: Path
     out: Path
     size: Size
     keep: Keep
-    detector: Detector | None
+    detector: Detector
     ambiguous: set[str]
 
     def __call__(self, paths: Sequence[str]) -> dict[str, _Entry]:
@@ -207,19 +207,9 @@ class _Work:
                 images[path] = np.asarray(open_image(self.folder / path))
             except ImageError as error:
                 entries[path] = _without_face(path, stamps[path], "unreadable", error.reason)
-        if self.detector is None:
-            return entries | {path: self._copy(path, stamps[path], images[path]) for path in images}
         for path, faces in zip(images, self.detector(list(images.values())), strict=True):
             entries[path] = self._align(path, stamps[path], images[path], faces)
         return entries
-
-    def _copy(self, path: str, stamp: list[int], image: npt.NDArray[np.uint8]) -> _Entry:
-        height, width, _ = image.shape
-        if (height, width) != height_and_width(self.size):
-            reason = f"{height}x{width} after EXIF rotation, not {self.size}"
-            return _without_face(path, stamp, "unreadable", reason)
-        outputs = {path: self._write(path, (self.folder / path).read_bytes())}
-        return _without_face(path, stamp, "copied", "", outputs)
 
     def _align(
         self, path: str, stamp: list[int], image: npt.NDArray[np.uint8], faces: Faces
@@ -227,11 +217,9 @@ class _Work:
         if not len(faces):
             return _without_face(path, stamp, "no face", "")
         # Rounded first: the report has the numbers that the face was warped with.
-        scores, boxes, points = (
-            values.astype(np.float64).round(digits)
-            for values, digits in ((faces.scores, 4), (faces.boxes, 2), (faces.points, 2))
-        )
-        names: dict[int, str] = {}
+        scores = faces.scores.astype(np.float64).round(4)
+        boxes, points = (of.astype(np.float64).round(2) for of in (faces.boxes, faces.points))
+        names = [""] * len(faces)
         outputs: dict[str, int] = {}
         for rank, row in enumerate(choose(faces, self.keep, image.shape)):
             matrix = similarity(points[row], template(self.size))
@@ -241,28 +229,24 @@ class _Work:
                 content = io.BytesIO()
                 # Higher levels take up to ten times as long and save a tenth at most.
                 Image.fromarray(face).save(content, "PNG", compress_level=1)
-                outputs[names[row]] = self._write(names[row], content.getvalue())
+                self._write(names[row], content.getvalue())
+                outputs[names[row]] = len(content.getvalue())
         status, reason = ("aligned", "") if outputs else ("no face", "the five points coincide")
         rows = []
-        for row, name in enumerate(map(names.get, range(len(faces)))):
-            numbers = [scores[row].item(), *boxes[row].tolist(), *points[row].ravel().tolist()]
-            start = [path, status, len(faces), "yes" if name else "no"]
-            rows.append([*start, *numbers, name or "", reason])
+        for name, score, box, five in zip(names, scores, boxes, points, strict=True):
+            start = [path, status, len(faces), "yes" if name else "no", score.item()]
+            rows.append([*start, *box.tolist(), *five.ravel().tolist(), name, reason])
         return _Entry(stamp, status, outputs, rows)
 
-    def _write(self, name: str, content: bytes) -> int:
+    def _write(self, name: str, content: bytes) -> None:
         file = self.out / name
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, content, durable=False)
-        return len(content)
 
 
-def _without_face(
-    path: str, stamp: list[int], status: str, reason: str, outputs: dict[str, int] | None = None
-) -> _Entry:
-    name = next(iter(outputs or ()), "")
-    row = [path, status, 0, "yes" if name else "no", *[""] * (len(COLUMNS) - 6), name, reason]
-    return _Entry(stamp, status, outputs or {}, [row])
+def _without_face(path: str, stamp: list[int], status: str, reason: str) -> _Entry:
+    row = [path, status, 0, "no", *[""] * (len(COLUMNS) - 5), reason]
+    return _Entry(stamp, status, {}, [row])
 
 
 def _run(
@@ -275,21 +259,18 @@ def _run(
     """Process images with all cores, and record each when its faces are written."""
     done = total - len(paths)
     workers = min(cores(), MAX_WORKERS) + 1  # one more, while others wait for the disk
-    parts = chunks(len(paths), BATCH)
-    pool = ThreadPoolExecutor(workers)
-    try:
-        pending = deque(pool.submit(work, paths[part]) for part in islice(parts, 2 * workers))
-        while pending:
-            entries = pending.popleft().result()
-            pending.extend(pool.submit(work, paths[part]) for part in islice(parts, 1))
-            rows = [(os.fsencode(path), json.dumps(entry)) for path, entry in entries.items()]
-            journal.executemany("INSERT OR REPLACE INTO images VALUES (?, ?)", rows)
-            journal.commit()
-            done += len(entries)
-            if progress is not None:
-                progress(done, total)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(workers) as pool:
+        # The pool queues all it is given: a few thousand images at a time.
+        for group in chunks(len(paths), 256 * workers * BATCH):
+            part = paths[group]
+            batches = [part[at] for at in chunks(len(part), BATCH)]
+            for entries in pool.map(work, batches):
+                rows = [(os.fsencode(path), json.dumps(entry)) for path, entry in entries.items()]
+                journal.executemany("INSERT OR REPLACE INTO images VALUES (?, ?)", rows)
+                journal.commit()
+                done += len(entries)
+                if progress is not None:
+                    progress(done, total)
 
 
 def _stamp(file: Path) -> list[int]:
@@ -323,15 +304,12 @@ def _open_journal(home: Path, settings: dict[str, Any]) -> Iterator[sqlite3.Conn
             journal.commit()
             (text,) = journal.execute("SELECT entry FROM images WHERE path = ?", [b""]).fetchone()
             stored = json.loads(text)
-            changed = [
-                f"{key} was {stored.get(key)}, now {value}"
-                for key, value in settings.items()
-                if stored.get(key) != value
-            ]
+            changed = [key for key, value in settings.items() if stored.get(key) != value]
             if changed:
+                changes = ", ".join(f"{k} was {stored.get(k)}, now {settings[k]}" for k in changed)
                 raise UsageError(
-                    f"{home} was written with other settings: {', '.join(changed)}. Choose another "
-                    "folder, or the same settings."
+                    f"{home} was written with other settings: {changes}. Choose another folder, "
+                    "or the same settings."
                 )
             for leftover in filter(written_for, home.rglob(".*")):
                 leftover.unlink(missing_ok=True)
@@ -394,7 +372,6 @@ def _write_report(journal: sqlite3.Connection, home: Path, paths: Sequence[str])
         report=home / REPORT,
         images=len(paths),
         faces=count["faces"],
-        copied=count["copied"],
         several=count["several"],
         no_face=count["no face"],
         unreadable=count["unreadable"],

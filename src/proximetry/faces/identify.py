@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +17,11 @@ from torch import Tensor
 from proximetry._util.charts import line_chart, step_points
 from proximetry._util.errors import UsageError, some, spaced
 from proximetry._util.files import atomic_write
-from proximetry._util.types import Progress
 from proximetry.data import open_dataset
 from proximetry.data.folders import images_below
 from proximetry.data.vectors import load_arrays
-from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
-from proximetry.faces.vectors import FaceVectors
+from proximetry.faces.vectors import FaceVectors, Options, describe_rates, with_notes
 from proximetry.metrics import Identification, identify
 
 Vectors: TypeAlias = npt.NDArray[Any]
@@ -159,36 +157,25 @@ class PeopleIdentification:
 
     def __str__(self) -> str:
         r = self.result
-        rates = [f"{far:g}: {100 * tar:.2f} %" for far, tar in r.tar_at_far.items()]
-        rates += [f"{far:g}: too few pairs" for far in r.unmeasurable_far]
+        rates = describe_rates(r, "too few pairs")
         lines = [
             f"{spaced(self.probes)} probes of {spaced(self.people)} people, "
             f"{spaced(len(r.ranks))} trials, {spaced(r.distractors)} distractors; cosine of "
             f"{self.views}",
             ", ".join(f"rank-{k} {100 * rate:.2f} %" for k, rate in r.rates.items()),
-            f"TAR at FAR {', '.join(rates)} ({spaced(r.impostor_pairs)} pairs of different people)",
+            f"TAR at FAR {rates} ({spaced(r.impostor_pairs)} pairs of different people)",
         ]
-        if self.skipped:
-            lines.append(f"{len(self.skipped)} images skipped:")
-            lines += [f"  {reason}" for reason in self.skipped]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return with_notes(lines, self.skipped, "images", self.notes)
 
 
 def identify_people(
-    embedder: FaceEmbedder,
-    people: ProbeSet,
-    *,
-    batch_size: int = 64,
-    bad_images: BadImages = "error",
-    progress: Progress | None = None,
-    group: dist.ProcessGroup | None = None,
+    embedder: FaceEmbedder, people: ProbeSet, **options: Unpack[Options]
 ) -> PeopleIdentification:
     """Identify people among distractors, as MegaFace does.
 
     Each image of a person is a probe for each other image of that person among all distractors, by
     the cosine of the vectors of image and mirror image, or of the image only if the distractors are
     such vectors. Distractors are streamed: images as they are embedded, vectors from their file.
-    With a ``group`` the processes share images and distractors, and return the same result.
     """
     distractors = people.distractors
     flip = True
@@ -201,7 +188,8 @@ def identify_people(
                 "the distractors with the same embedder."
             )
         flip = width == both
-    faces = FaceVectors(embedder, batch_size, flip, bad_images, group)
+    faces = FaceVectors(embedder, flip=flip, **options)
+    progress, group = faces.progress, faces.group
     total = len(people.files) + len(distractors)
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,37 @@ from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
 from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
+from proximetry.metrics import Identification, Verification
 from proximetry.metrics._search.inputs import normalize
 from proximetry.metrics.distributed import gather_objects, together
 from proximetry.models.encoding import embed_images
+
+
+class Options(TypedDict, total=False):
+    """Options of `verify_pairs` and `identify_people`.
+
+    ``batch_size`` is the number of images per forward pass, 64 by default; ``bad_images`` whether
+    unreadable images raise or are skipped; ``progress`` is called with (done, total). The
+    processes of a ``group`` share the images and return the same result.
+    """
+
+    batch_size: int
+    bad_images: BadImages
+    progress: Progress | None
+    group: dist.ProcessGroup | None
+
+
+def describe_rates(result: Verification | Identification, missing: str) -> str:
+    """Return TAR at every FAR, and what is missing for others."""
+    rates = [f"{far:g}: {100 * tar:.2f} %" for far, tar in result.tar_at_far.items()]
+    return ", ".join([*rates, *(f"{far:g}: {missing}" for far in result.unmeasurable_far)])
+
+
+def with_notes(lines: list[str], skipped: Sequence[str], what: str, notes: Sequence[str]) -> str:
+    """Return the lines of a result with what was skipped, and the notes, below them."""
+    if skipped:
+        lines = [*lines, f"{len(skipped)} {what} skipped:", *(f"  {reason}" for reason in skipped)]
+    return "\n".join([*lines, *(f"note: {note}" for note in notes)])
 
 
 @dataclass
@@ -27,6 +56,7 @@ class FaceVectors:
     batch_size: int = 64
     flip: bool = True
     bad_images: BadImages = "error"
+    progress: Progress | None = None
     group: dist.ProcessGroup | None = None
     unreadable: dict[str, str] = field(default_factory=dict)
 

@@ -3,18 +3,15 @@
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
-import torch.distributed as dist
 
 from proximetry._util.charts import line_chart, step_points
 from proximetry._util.files import atomic_write
-from proximetry._util.types import Progress
-from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
 from proximetry.faces.pairs import PairProtocol
-from proximetry.faces.vectors import FaceVectors
+from proximetry.faces.vectors import FaceVectors, Options, describe_rates, with_notes
 from proximetry.metrics import Verification, pair_similarities, verify
 
 
@@ -62,8 +59,6 @@ class PairVerification:
 
     def __str__(self) -> str:
         r, protocol = self.result, self.protocol
-        rates = [f"{far:g}: {100 * tar:.2f} %" for far, tar in r.tar_at_far.items()]
-        rates += [f"{far:g}: too few different pairs" for far in r.unmeasurable_far]
         folds = zip(protocol.fold_names, r.fold_accuracies, strict=True)
         lines = [
             f"{protocol.format}: {len(protocol.pairs)} pairs in {len(r.fold_accuracies)} folds; "
@@ -71,37 +66,27 @@ class PairVerification:
             f"accuracy {100 * r.accuracy:.2f} ± {100 * r.standard_error:.2f} % "
             "(mean and standard error over the folds)",
             f"AUC {r.auc:.5f}, EER {100 * r.eer:.2f} %",
-            f"TAR at FAR {', '.join(rates)}",
+            f"TAR at FAR {describe_rates(r, 'too few different pairs')}",
             "by fold: " + ", ".join(f"{name} {100 * value:.2f}" for name, value in folds),
         ]
-        if protocol.skipped:
-            lines.append(f"{len(protocol.skipped)} pairs skipped:")
-            lines += [f"  {reason}" for reason in protocol.skipped]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return with_notes(lines, protocol.skipped, "pairs", self.notes)
 
 
 def verify_pairs(
-    embedder: FaceEmbedder,
-    protocol: PairProtocol,
-    *,
-    batch_size: int = 64,
-    bad_images: BadImages = "error",
-    progress: Progress | None = None,
-    group: dist.ProcessGroup | None = None,
+    embedder: FaceEmbedder, protocol: PairProtocol, **options: Unpack[Options]
 ) -> PairVerification:
     """Verify the pairs of a protocol by the cosine of the vectors of image and mirror image.
 
     A video is the mean of the unit vectors of its frames. `metrics.verify` chooses each fold's
     threshold on the other folds. TAR is reported at every power of ten that the number of different
-    pairs allows. With a ``group`` each process embeds its share of the images and returns the same
-    result.
+    pairs allows.
     """
-    vectors = FaceVectors(embedder, batch_size, bad_images=bad_images, group=group)
+    vectors = FaceVectors(embedder, **options)
     templates = protocol.templates
     files = [file for images in templates.values() for file in images]
     owners = [owner for owner, images in enumerate(templates.values()) for _ in images]
     notes = embedder.size_notes(files[0])
-    pooled = vectors.pooled(files, owners, progress)
+    pooled = vectors.pooled(files, owners, vectors.progress)
     readable = protocol.without(vectors.unreadable)
     row = {name: index for index, name in enumerate(templates)}
     fold = {name: index for index, name in enumerate(readable.fold_names)}

@@ -5,10 +5,11 @@ grows with the number of items, not with classes × clusters.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,11 +20,10 @@ from proximetry.metrics._search.inputs import (
     Embeddings,
     as_count,
     as_embeddings,
+    as_vectors,
     encode,
     full_precision,
     middle,
-    move,
-    power_of_two,
     tiles,
 )
 from proximetry.metrics.scores import CLUSTERING
@@ -52,6 +52,12 @@ class _Table(NamedTuple):
         """Whether both labelings are the same partition."""
         return len(self.cells) == len(self.row_sizes) == len(self.column_sizes)
 
+    @property
+    def entropies(self) -> list[float]:
+        """The entropies of classes and clusters; 0 for a single group."""
+        sizes = self.row_sizes, self.column_sizes
+        return [float(np.sum(of / self.total * np.log(self.total / of))) for of in sizes]
+
 
 def _table(labels_true: Labels, labels_pred: Labels) -> _Table:
     expected = as_labels(labels_true, len(labels_true), "labels_true")
@@ -64,10 +70,6 @@ def _table(labels_true: Labels, labels_pred: Labels) -> _Table:
     keys, cells = np.unique(true * len(column_sizes) + pred, return_counts=True)
     rows, columns = np.divmod(keys, len(column_sizes))
     return _Table(cells, rows, columns, row_sizes, column_sizes, len(true))
-
-
-def _entropy(sizes: IntArray, total: int) -> float:
-    return float(np.sum(sizes / total * np.log(total / sizes)))
 
 
 def _mutual_information(table: _Table) -> float:
@@ -125,7 +127,7 @@ def nmi(labels_true: Labels, labels_pred: Labels, average: Average = "arithmetic
     table = _table(labels_true, labels_pred)
     if table.identical:
         return 1.0
-    entropies = [_entropy(sizes, table.total) for sizes in (table.row_sizes, table.column_sizes)]
+    entropies = table.entropies
     if min(entropies) <= 0:
         return 0.0
     mean = sum(entropies) / 2 if average == "arithmetic" else math.sqrt(math.prod(entropies))
@@ -141,13 +143,10 @@ def ami(labels_true: Labels, labels_pred: Labels) -> float:
     table = _table(labels_true, labels_pred)
     if table.identical:
         return 1.0
-    if len(table.row_sizes) == 1 or len(table.column_sizes) == 1:
+    if min(table.entropies) <= 0:
         return 0.0
-    mean = 0.5 * (
-        _entropy(table.row_sizes, table.total) + _entropy(table.column_sizes, table.total)
-    )
     expected = _expected_mutual_information(table)
-    return (_mutual_information(table) - expected) / (mean - expected)
+    return (_mutual_information(table) - expected) / (sum(table.entropies) / 2 - expected)
 
 
 class PairwiseF1(NamedTuple):
@@ -184,8 +183,8 @@ class KMeans:
     distances of all rows to their centers. ``converged`` is False if the iterations ran out.
     """
 
-    assignments: Tensor
-    centers: Tensor
+    assignments: IntArray
+    centers: npt.NDArray[np.floating[Any]]
     inertia: float
     iterations: int
     converged: bool
@@ -205,20 +204,21 @@ def kmeans(
     The same seed gives the same result on the same CPU; random numbers are drawn on the CPU, so
     other devices differ by rounding alone.
     """
-    vectors = as_embeddings(embeddings)
+    vectors = as_vectors(embeddings, "euclidean", "embeddings")
     clusters, iterations = as_count(clusters, "clusters"), as_count(iterations, "iterations")
     if clusters > len(vectors):
         raise ValueError(
             f"clusters must be at most the number of rows: {clusters} > {len(vectors)}"
         )
-    shift, scale = middle(vectors), power_of_two(float(vectors.abs().max()))
-    rows = move(vectors, shift, scale)
+    origin = middle(vectors)
+    rows = vectors - origin  # an offset would cost digits
     with full_precision(rows.device):
         trials = 2 + int(math.log(clusters))  # as in scikit-learn
         start = _initial_centers(rows, clusters, trials, torch.Generator().manual_seed(seed))
-        result = _lloyd(rows, start, iterations)
-    centers = ((result.centers.double() + shift.double() / scale) * scale).to(vectors.dtype)
-    return replace(result, centers=centers, inertia=result.inertia * scale * scale)
+        assigned, centers, done, converged = _lloyd(rows, start, iterations)
+        inertia = float(_distances(rows, centers, assigned).sum())
+    centers = (centers.double() + origin).to(vectors.dtype)
+    return KMeans(assigned.cpu().numpy(), centers.cpu().numpy(), inertia, done, converged)
 
 
 def _initial_centers(
@@ -247,15 +247,14 @@ def _squared_distances(rows: Tensor, squares: Tensor, chosen: Tensor) -> Tensor:
     return products.clamp_(min=0).scatter_(1, chosen[:, None], 0)
 
 
-def _lloyd(rows: Tensor, centers: Tensor, iterations: int) -> KMeans:
-    assigned, done, converged = None, 0, False
+def _lloyd(rows: Tensor, centers: Tensor, iterations: int) -> tuple[Tensor, Tensor, int, bool]:
+    """Return assignments, centers, the number of iterations and whether they converged."""
+    assigned, done, converged = rows.new_empty(0), 0, False
     while not converged and done < iterations:
         previous, assigned = assigned, _fill_empty(rows, centers, _nearest(rows, centers))
-        converged = previous is not None and torch.equal(assigned, previous)
+        converged = torch.equal(assigned, previous)
         centers, done = _means(rows, assigned, centers), done + 1
-    assert assigned is not None
-    inertia = float(_distances(rows, centers, assigned).sum())
-    return KMeans(assigned, centers, inertia, done, converged)
+    return assigned, centers, done, converged
 
 
 def _distances(rows: Tensor, centers: Tensor, assigned: Tensor) -> Tensor:
@@ -316,6 +315,6 @@ def cluster(embeddings: Embeddings, labels: Labels, *, seed: int = 0) -> dict[st
     """
     vectors = as_embeddings(embeddings)
     (codes,), classes = encode(as_labels(labels, len(vectors)))
-    clusters = kmeans(vectors, len(classes), seed=seed).assignments.cpu().numpy()
+    clusters = kmeans(vectors, len(classes), seed=seed).assignments
     scores = nmi(codes, clusters), nmi(codes, clusters, "geometric"), ami(codes, clusters)
     return dict(zip(CLUSTERING, (*scores, pairwise_f1(codes, clusters).f1), strict=True))

@@ -11,32 +11,30 @@ import numpy.typing as npt
 import torch.distributed as dist
 
 from proximetry._util.tensors import gather_rows
-from proximetry._util.types import Similarity
-from proximetry.metrics._search.task import Items, Task, build_task
+from proximetry.metrics._search.task import Items
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
-Check = Callable[[], list[Items]]
 
 
-def gather_task(
-    check: Check, similarity: Similarity, group: dist.ProcessGroup | None = None
-) -> Task:
-    """Return the search of this process's queries in the gallery of all processes."""
+def gather_sets(
+    check: Callable[[], list[Items]], group: dist.ProcessGroup | None
+) -> tuple[list[Items], slice]:
+    """Return the gallery of all processes, the queries if any, and the share of this process.
+
+    Queries have the labels of all processes, which number the classes alike, but the vectors of
+    this one. The share is a slice of all queries, or of the gallery.
+    """
     if group is None:
-        return build_task(check(), similarity)
+        return check(), slice(None)
     gallery, *queries = _agree(check, group)
     vectors, counts = gather_rows(gallery.vectors, group)
     sets = [replace(_gather_labels(gallery, group), vectors=vectors)]
-    if not queries:
-        rows = _share(counts, group)
-        task = build_task(sets, similarity)
-        return task.subset(rows, task.gallery[rows])
-    # The labels of all queries are needed: every process has to number the classes alike.
-    sets.append(_gather_labels(queries[0], group))
-    task = build_task(sets, similarity, on_any=lambda here: any(gather_objects(here, group)))
-    counts = gather_objects(len(queries[0]), group)
-    return task.subset(_share(counts, group), task.queries)
+    if queries:
+        sets.append(_gather_labels(queries[0], group))
+        counts = gather_objects(len(queries[0]), group)
+    rank = dist.get_rank(group)
+    return sets, slice(sum(counts[:rank]), sum(counts[: rank + 1]))
 
 
 def gather_arrays(arrays: dict[str, Array], group: dist.ProcessGroup | None) -> dict[str, Array]:
@@ -71,7 +69,7 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     return values
 
 
-def _agree(check: Check, group: dist.ProcessGroup) -> list[Items]:
+def _agree(check: Callable[[], list[Items]], group: dist.ProcessGroup) -> list[Items]:
     sets = together(check, group)
     gallery, *queries = sets
     shapes = gather_objects(
@@ -87,12 +85,6 @@ def _agree(check: Check, group: dist.ProcessGroup) -> list[Items]:
         if not any(gather_objects(len(items), group)):
             raise ValueError(f"{name} is empty on every process")
     return sets
-
-
-def _share(counts: list[int], group: dist.ProcessGroup) -> slice:
-    """Return the slice of this process's rows among those of all."""
-    rank = dist.get_rank(group)
-    return slice(sum(counts[:rank]), sum(counts[: rank + 1]))
 
 
 def _gather_labels(items: Items, group: dist.ProcessGroup) -> Items:

@@ -16,13 +16,13 @@ from torch import Tensor
 from proximetry._util.errors import shown
 from proximetry._util.labels import Labels
 from proximetry._util.machine import by_device
-from proximetry._util.tensors import binary_codes, chunks, gather_rows
+from proximetry._util.tensors import binary_codes, chunks
 from proximetry._util.types import FloatArray, IntArray, Progress, Similarity
 from proximetry.metrics._search.inputs import Embeddings, as_count, full_precision, normalize
 from proximetry.metrics._search.neighbors import search
-from proximetry.metrics._search.task import Items, Task, check_inputs
+from proximetry.metrics._search.task import Task, build_task, check_inputs
 from proximetry.metrics.clustering import cluster
-from proximetry.metrics.distributed import gather_arrays, gather_task
+from proximetry.metrics.distributed import gather_arrays, gather_sets
 from proximetry.metrics.intervals import Bounds, Interval, difference_bounds, mean_bounds, resample
 from proximetry.metrics.pair_lists import verify_classes
 from proximetry.metrics.reranking import (
@@ -93,7 +93,7 @@ class Evaluation(Mapping[str, float]):
 
     def mean(self) -> dict[str, float]:
         """Return the mapping as a dict."""
-        return dict(self._means)
+        return dict(self)
 
     @cached_property
     def _means(self) -> dict[str, float]:
@@ -191,10 +191,8 @@ class Evaluation(Mapping[str, float]):
             raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
         if samples < 2:
             raise ValueError(f"samples must be at least 2, got {samples}")
-        codes = self.query_codes[self.scored]
-        _, groups = np.unique(
-            codes if by == "class" else np.arange(len(codes)), return_inverse=True
-        )
+        codes = self.query_codes[self.scored] if by == "class" else np.arange(self.scored.sum())
+        groups = np.unique(codes, return_inverse=True)[1]
         counts = np.bincount(groups)
         if len(counts) < 2 or not scores:
             return {}
@@ -250,24 +248,13 @@ def evaluate(
     _check_options(metrics.one_set(), similarity, queries is None, expand, rerank, binary)
     if as_count(candidates, "candidates", 0) and not binary:
         raise ValueError(f"candidates needs binary=True, got candidates={candidates}")
-    vectors: list[Tensor] = []  # of the gallery, and of the queries if there are any
-
-    def inputs() -> list[Items]:
-        sets = check_inputs(
-            similarity,
-            (embeddings, labels, ignore_groups),
-            (queries, query_labels, query_ignore_groups),
-            allow_empty=group is not None,
-        )
-        vectors[:] = [items.vectors for items in sets]
-        if binary:
-            return [replace(items, vectors=binary_codes(items.vectors)) for items in sets]
-        return sets
-
-    task = gather_task(inputs, "hamming" if binary else similarity, group)
-    gallery = vectors[0]  # that of the task may be shifted and scaled
-    if group is not None and (candidates or metrics.verification):
-        gallery = gather_rows(gallery, group)[0]
+    raw = (embeddings, labels, ignore_groups), (queries, query_labels, query_ignore_groups)
+    is_shared = group is not None
+    sets, share = gather_sets(lambda: check_inputs(similarity, *raw, allow_empty=is_shared), group)
+    vectors = [items.vectors for items in sets]
+    if binary:
+        sets = [replace(items, vectors=binary_codes(items.vectors)) for items in sets]
+    task = build_task(sets, "hamming" if binary else similarity).subset(share)
     with full_precision(task.gallery.device):
         if expand:
             task = expand_task(task, int(expand), progress)
@@ -275,16 +262,35 @@ def evaluate(
         if rerank:
             reorder, count = by_k_reciprocity(task, progress), RERANKED
         elif candidates:
-            reorder = by_vectors(vectors[-1], gallery, similarity)
+            own = vectors[1] if len(sets) == 2 else vectors[0][share]
+            reorder = by_vectors(own, vectors[0], similarity)
         evaluation = _score_task(task, metrics, group, progress, reorder, count)
         whole, verification = {}, None
         if metrics.clustering:
             rows = normalize(task.gallery) if similarity == "cosine" else task.gallery
             whole = cluster(rows, task.gallery_codes)
         if metrics.verification and similarity != "hamming":
-            verification = verify_classes(gallery, task.gallery_codes, similarity=similarity)
+            verification = verify_classes(vectors[0], task.gallery_codes, similarity=similarity)
             whole["verification"] = verification.accuracy
     return replace(evaluation, whole=whole, verification=verification)
+
+
+def _check_options(
+    whole: str, similarity: Similarity, one_set: bool, expand: int, rerank: bool, binary: bool
+) -> None:
+    """Raise for combinations that do not apply; ``whole`` names the metrics of one set."""
+    second_stage = as_count(expand, "expand", 0) or rerank
+    if whole and not one_set:
+        raise ValueError(f"{whole} takes one set, not queries and a gallery")
+    if whole and (binary or similarity == "hamming"):
+        raise ValueError(f"{whole} takes embeddings, not codes")
+    if second_stage and (whole or binary):
+        raise ValueError(f"expand and rerank do not apply to {whole or 'binary codes'}")
+    if expand and similarity != "cosine":
+        raise ValueError(f"expand needs the similarity cosine, got {similarity}")
+    if (rerank or binary) and similarity not in ("cosine", "euclidean"):
+        name = "rerank" if rerank else "binary"
+        raise ValueError(f"{name} needs the similarity cosine or euclidean, got {similarity}")
 
 
 def _check_metrics(metrics: Metrics) -> None:
@@ -293,25 +299,6 @@ def _check_metrics(metrics: Metrics) -> None:
             f"metrics must be a Metrics object, got {shown(metrics)}. "
             "Pass for example metrics=Metrics(recall_at=(1, 10))."
         )
-
-
-def _check_options(
-    one_set: str, similarity: Similarity, is_one_set: bool, expand: int, rerank: bool, binary: bool
-) -> None:
-    as_count(expand, "expand", 0)
-    if one_set and not is_one_set:
-        raise ValueError(f"{one_set} takes one set, not queries and a gallery")
-    if one_set and (binary or similarity == "hamming"):
-        raise ValueError(f"{one_set} takes embeddings, not codes")
-    if one_set and (expand or rerank):
-        raise ValueError(f"expand and rerank do not apply to {one_set}")
-    if binary and (expand or rerank):
-        raise ValueError("expand and rerank do not apply to binary codes")
-    if expand and similarity != "cosine":
-        raise ValueError(f"expand needs the similarity cosine, got {similarity}")
-    if (rerank or binary) and similarity not in ("cosine", "euclidean"):
-        name = "rerank" if rerank else "binary"
-        raise ValueError(f"{name} needs the similarity cosine or euclidean, got {similarity}")
 
 
 def score_result(result: RetrievalResult, metrics: Metrics) -> Evaluation:

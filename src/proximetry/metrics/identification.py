@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._util.labels import Labels, as_labels
+from proximetry._util.labels import Labels
 from proximetry._util.machine import by_device
 from proximetry._util.tensors import chunks
-from proximetry._util.types import FloatSimilarity, Progress
+from proximetry._util.types import FloatArray, FloatSimilarity, IntArray, Progress
 from proximetry.metrics._search.inputs import (
     Embeddings,
     as_count,
@@ -25,7 +25,7 @@ from proximetry.metrics._search.inputs import (
     encode,
     full_precision,
 )
-from proximetry.metrics._search.task import RawInputs, project
+from proximetry.metrics._search.task import Items, check_inputs, project
 from proximetry.metrics.distributed import gather_objects, together
 from proximetry.metrics.verification import allowed_accepts
 
@@ -34,6 +34,10 @@ _PROBES = {"cpu": 1024, "cuda": 4096}
 _DISTRACTORS = {"cpu": 4096, "cuda": 8192}
 # Trials whose vectors are gathered together.
 _TRIALS = 2**14
+_NAMES = (
+    ("probes", "probe_labels", "ignore_groups"),
+    ("gallery", "gallery_labels", "gallery_ignore_groups"),
+)
 
 # Projected distractors, and their slice of the gallery in a closed set.
 _Tile = tuple[Tensor, slice | None]
@@ -51,9 +55,9 @@ class Identification:
     ``impostor_pairs``, the number of pairs of a probe and a distractor.
     """
 
-    probes: Tensor
-    mates: Tensor
-    ranks: Tensor
+    probes: IntArray
+    mates: IntArray
+    ranks: IntArray
     rates: dict[int, float]
     distractors: int
     probes_without_mate: int
@@ -61,11 +65,11 @@ class Identification:
     tar_at_far: dict[float, float] = field(default_factory=dict)
     unmeasurable_far: tuple[float, ...] = ()
 
-    def cmc(self, depth: int) -> Tensor:
-        """Return the cumulative match curve: the rank-k rate for k = 1 … depth, float64."""
+    def cmc(self, depth: int) -> FloatArray:
+        """Return the cumulative match curve: the rank-k rate for k = 1 … depth."""
         as_count(depth, "depth")
-        counts = torch.bincount(self.ranks.clamp(max=depth + 1), minlength=depth + 2)
-        return counts[1 : depth + 1].cumsum(0).double() / len(self.ranks)
+        counts = np.bincount(np.minimum(self.ranks, depth + 1), minlength=depth + 2)
+        return counts[1 : depth + 1].cumsum() / len(self.ranks)
 
     def __str__(self) -> str:
         rates = [f"rank-{k} {rate:.4f}" for k, rate in self.rates.items()]
@@ -121,36 +125,31 @@ def identify(
         as_count(rank, "ranks")
     for rate in far:
         allowed_accepts(rate, 1)  # raises for invalid rates
-    trials = _Trials(
-        (probes, probe_labels, ignore_groups),
-        (gallery, gallery_labels, gallery_ignore_groups),
-        similarity,
-    )
+    raw = (probes, probe_labels, ignore_groups), (gallery, gallery_labels, gallery_ignore_groups)
+    trials = _Trials(check_inputs(similarity, *raw, names=_NAMES), similarity)
     count = len(trials.left)
     excluded = trials.excluded_pairs() if distractors is None else 0
     total = len(trials.right) if distractors is None else _count(distractors, group)
-    accepts = None
-    if far:
-        limit = allowed_accepts(max(far), count * total - excluded) if total else None
-        accepts = _FalseAccepts(trials.scores, limit)
+    limit = allowed_accepts(max(far), count * total - excluded) if far and total else None
+    accepts = _FalseAccepts(trials.scores, limit, enabled=bool(far))
     with full_precision(trials.left.device):
         tiles = trials.gallery_tiles(group) if distractors is None else trials.tiles(distractors)
         report = None if progress is None else lambda seen: progress(seen, total or 0)
         outranked, seen = together(lambda: trials.compare(tiles, accepts, report), group)
     if group is not None:
         seen = sum(gather_objects(seen, group))
-        for counts in (outranked, *([accepts.counts] if accepts else ())):
+        for counts in (outranked, accepts.counts):
             dist.all_reduce(counts, group=group)
     if not seen:
         raise ValueError("distractors is empty. Omit it to use the gallery instead.")
     places = trials.ranks(outranked)
     impostors = count * seen - excluded
-    tar = {rate: accepts.tar(allowed_accepts(rate, impostors)) for rate in far} if accepts else {}
+    tar = {rate: accepts.tar(allowed_accepts(rate, impostors)) for rate in far}
     return Identification(
-        trials.probe,
-        trials.mate,
+        trials.probe.cpu().numpy(),
+        trials.mate.cpu().numpy(),
         places,
-        {k: float((places <= k).double().mean()) for k in ranks},
+        {k: float(np.mean(places <= k)) for k in ranks},
         seen,
         int((trials.mates == 0).sum()),
         impostors,
@@ -162,51 +161,33 @@ def identify(
 class _Trials:
     """All pairs of a probe and a mate; ``left @ right.T`` are the similarities to the gallery."""
 
-    def __init__(self, probes: RawInputs, gallery: RawInputs, similarity: FloatSimilarity) -> None:
-        if (gallery[0] is None) != (gallery[1] is None):
-            raise ValueError("give gallery and gallery_labels together, or neither")
-        if (gallery[2] is None) != (gallery[0] is None or probes[2] is None):
-            raise ValueError("gallery_ignore_groups needs a gallery and ignore_groups")
-        first = second = as_vectors(probes[0], similarity, "probes").double()
-        self.similarity, self.dim, self.device = similarity, first.shape[1], first.device
-        sets = [(probes, first, "probe_labels", "ignore_groups")]
-        if gallery[0] is not None:
-            second = self._like(as_vectors(gallery[0], similarity, "gallery"), "gallery")
-            sets.append((gallery, second, "gallery_labels", "gallery_ignore_groups"))
-        labels, groups, rows = [], [], 0
-        for raw, vectors, label_name, group_name in sets:
-            labels.append(as_labels(raw[1], len(vectors), label_name))
-            # By default each row is a group.
-            own = range(rows, rows + len(vectors)) if raw[2] is None else raw[2]
-            groups.append(as_labels(own, len(vectors), group_name))
-            rows += len(vectors)
+    def __init__(self, sets: list[Items], similarity: FloatSimilarity) -> None:
+        probes, gallery = sets[0].vectors.double(), sets[-1].vectors.double()
+        self.similarity, self.dim, self.device = similarity, probes.shape[1], probes.device
+        # By default each row is a group.
+        groups = [
+            np.arange(len(items)) + start if items.groups is None else items.groups
+            for start, items in zip((0, len(probes)), sets, strict=False)
+        ]
         # Codes of the probes and of the gallery, which may be the same.
         self.labels, self.groups = (
             [torch.from_numpy(part).to(self.device) for part in encode(*arrays)[0]]
-            for arrays in (labels, groups)
+            for arrays in ([items.labels for items in sets], groups)
         )
         self.probe, self.mate = self._pairs()
         with full_precision(self.device):
-            self.left, self.right = project(first, second, similarity)
+            self.left, self.right = project(probes, gallery, similarity)
             parts = [
                 (self.left[self.probe[at]] * self.right[self.mate[at]]).sum(1)
                 for at in chunks(len(self.probe), _TRIALS)
             ]
-            self.scores = torch.cat(parts) - 1e-13 * self._magnitude(first, second)
+            self.scores = torch.cat(parts) - 1e-13 * self._magnitude(probes, gallery)
         # A row per probe, its mates from far to near.
-        self.mates = torch.bincount(self.probe, minlength=len(first))
-        offset = (self.mates.cumsum(0) - self.mates)[self.probe]
-        self.column = torch.arange(len(self.probe), device=self.device) - offset
-        thresholds = self.left.new_full((len(first), int(self.mates.max())), torch.inf)
-        thresholds[self.probe, self.column] = self.scores
+        self.mates = torch.bincount(self.probe, minlength=len(probes))
+        self.filled = torch.arange(int(self.mates.max()), device=self.device) < self.mates[:, None]
+        thresholds = self.left.new_full(self.filled.shape, torch.inf)
+        thresholds[self.filled] = self.scores
         self.thresholds, self.order = thresholds.sort(dim=1)
-
-    def _like(self, matrix: Tensor, name: str) -> Tensor:
-        if matrix.shape[1] != self.dim:
-            raise ValueError(
-                f"{name} has {matrix.shape[1]} dimensions and probes {self.dim}; they must match"
-            )
-        return matrix.to(self.device, torch.float64)
 
     def _pairs(self) -> tuple[Tensor, Tensor]:
         """Return all pairs of a probe and a mate of another group, by probe."""
@@ -246,22 +227,23 @@ class _Trials:
     def tiles(self, distractors: Embeddings | Iterable[Embeddings]) -> Iterator[_Tile]:
         """Yield the distractors in tiles; only one tile at a time is converted."""
         single = isinstance(distractors, Tensor | np.ndarray)
-        width = by_device(self.device, **_DISTRACTORS)
+        size, dim = by_device(self.device, **_DISTRACTORS), self.dim
         for number, block in enumerate([distractors] if single else distractors):
             where = "distractors" if single else f"distractors, block {number}"
-            if not isinstance(block, Tensor | np.ndarray) or block.ndim != 2:
-                kind = getattr(block, "shape", type(block).__name__)
-                raise ValueError(f"{where} must be a matrix (items × dimensions), got {kind}")
-            for at in range(0, len(block), width):
-                name = where if len(block) <= width else f"{where}[{at}:{at + width}]"
-                part = as_vectors(block[at : at + width], self.similarity, name)
-                part = self._like(part, where)
+            for at in chunks(len(block), size):
+                name = where if len(block) <= size else f"{where}[{at.start}:{at.stop}]"
+                part = as_vectors(block[at], self.similarity, name)
+                if part.shape[1] != dim:
+                    raise ValueError(
+                        f"{where} has {part.shape[1]} dimensions, the probes have {dim}"
+                    )
+                part = part.to(self.device, torch.float64)
                 yield project(part, part, self.similarity)[1], None
 
     def compare(
         self,
         tiles: Iterable[_Tile],
-        accepts: "_FalseAccepts | None",
+        accepts: "_FalseAccepts",
         progress: Callable[[int], None] | None,
     ) -> tuple[Tensor, int]:
         """Count the distractors that outrank exactly the j farthest mates of a probe, [probes, j].
@@ -279,34 +261,32 @@ class _Trials:
                     excluded = self.labels[0][rows, None] == self.labels[-1][at]
                     excluded |= self.groups[0][rows, None] == self.groups[-1][at]
                     scores.masked_fill_(excluded, -torch.inf)
-                if accepts is not None:
-                    accepts.add(scores)
+                accepts.add(scores)
                 outranked = torch.searchsorted(self.thresholds[rows], scores, right=True)
                 outranked += width * torch.arange(len(scores), device=self.device)[:, None]
                 tallies = torch.bincount(outranked.view(-1), minlength=len(scores) * width)
                 counts[rows] += tallies.view(-1, width)
-            if accepts is not None:
-                accepts.prune()
+            accepts.prune()
             if progress is not None:
                 progress(seen)
         return counts, seen
 
-    def ranks(self, outranked: Tensor) -> Tensor:
+    def ranks(self, outranked: Tensor) -> IntArray:
         """Return the rank of each trial from the counts of `compare`."""
         # A distractor that outranks a near mate outranks all farther mates of that probe too.
         nearer = outranked.flip(1).cumsum(1).flip(1)[:, 1:]
         ranks = torch.empty_like(nearer).scatter_(1, self.order, 1 + nearer)
-        return ranks[self.probe, self.column]
+        return ranks[self.filled].cpu().numpy()
 
 
 class _FalseAccepts:
     """The number of impostor pairs accepted at the similarity of each trial."""
 
-    def __init__(self, scores: Tensor, limit: int | None) -> None:
+    def __init__(self, scores: Tensor, limit: int | None, *, enabled: bool) -> None:
         self.thresholds = scores.sort().values
         self.counts = torch.zeros(len(scores) + 1, dtype=torch.int64, device=scores.device)
         self._limit = limit  # at the highest rate; None if the number of distractors is unknown
-        self._lowest = float(self.thresholds[0])
+        self._lowest = float(self.thresholds[0]) if enabled else torch.inf
 
     def add(self, scores: Tensor) -> None:
         """Count the pairs of a tile."""

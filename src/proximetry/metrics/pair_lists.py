@@ -19,10 +19,8 @@ from proximetry.metrics._search.inputs import (
     as_count,
     as_embeddings,
     as_vectors,
-    bounds_of_lengths,
     check_similarity,
     encode,
-    fit_float32,
     normalize,
     tiles,
 )
@@ -204,23 +202,21 @@ def pair_similarities(
     """Similarity of each pair of rows, larger is nearer, on the device of the embeddings.
 
     ``pairs`` is [M, 2]. ``"euclidean"`` gives the negative distance. A cosine with a zero vector
-    is 0. The type is that of the embeddings, or float64 where it cannot hold their products.
+    is 0.
     """
     check_similarity(similarity, FloatSimilarity)
     vectors = as_vectors(embeddings, similarity, "embeddings")
     index = _as_pairs(pairs, len(vectors)).to(vectors.device)
-    narrow = similarity == "cosine" or fit_float32(*bounds_of_lengths(vectors))
-    dtype = vectors.dtype if narrow else torch.float64
-    result = torch.empty(len(index), dtype=dtype, device=vectors.device)
+    result = torch.empty(len(index), dtype=vectors.dtype, device=vectors.device)
     for tile in tiles(len(index), vectors.shape[1], vectors.device, _TILE):
         # Summed in float64, so that nothing depends on how rows were grouped.
         left, right = (vectors[side].double() for side in index[tile].unbind(1))
         if similarity == "cosine":
-            result[tile] = (normalize(left) * normalize(right)).sum(1).clamp(-1, 1).to(dtype)
+            result[tile] = (normalize(left) * normalize(right)).sum(1).clamp(-1, 1)
         elif similarity == "dot":
-            result[tile] = (left * right).sum(1).to(dtype)
+            result[tile] = (left * right).sum(1)
         else:
-            result[tile] = (left - right).square().sum(1).sqrt().neg().to(dtype)
+            result[tile] = -(left - right).square().sum(1).sqrt()
     return result
 
 
@@ -250,13 +246,11 @@ class Templates:
     def rows(self, ids: npt.ArrayLike) -> IntArray:
         """Return the row of each template id, for ``pair_similarities``; any shape."""
         array = np.asarray(ids)
-        flat = as_labels(array.reshape(-1), array.size, "ids")
-        (known, codes), _ = encode(self.ids, flat)
-        rows = np.searchsorted(known, codes)  # both are sorted the same way
-        unknown = known[np.minimum(rows, len(known) - 1)] != codes
-        if unknown.any():
-            raise ValueError(f"unknown template {flat[unknown][0].item()!r}")
-        return rows.reshape(array.shape).astype(np.int64)
+        rows = np.minimum(np.searchsorted(self.ids, array), len(self.ids) - 1)
+        unknown = self.ids[rows] != array
+        if np.any(unknown):
+            raise ValueError(f"unknown template {array[unknown][0].item()!r}")
+        return rows.astype(np.int64)
 
 
 def templates(

@@ -2,28 +2,31 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from proximetry._util.tensors import nearest_other_class
+from proximetry._util.types import IntArray
 from proximetry.metrics._search.inputs import Embeddings, as_embeddings, full_precision, normalize
 from proximetry.metrics.scores import SEPARABILITY
 
 
 @dataclass(frozen=True)
 class Separability:
-    """Sep_i of every class, on the device of the proxies, and the mean over classes.
+    """Sep_i of every class, and the mean over classes.
 
     Lower is better: −1/(C − 1) is the least the mean can be, for C classes spread as a simplex.
     """
 
-    per_class: Tensor
+    per_class: npt.NDArray[np.floating[Any]]
     mean: float
 
     def scores(self) -> dict[str, float]:
         """Return the mean, and the mean and smallest angle to the nearest other class."""
-        angles = self.per_class.double().acos()
+        angles = torch.from_numpy(self.per_class).double().acos()
         values = self.mean, math.degrees(angles.mean()), math.degrees(angles.min())
         return dict(zip(SEPARABILITY, values, strict=True))
 
@@ -32,7 +35,7 @@ SAME_DIRECTION = 0.95
 """Proxies of a class whose cosine is at least this, that is within 18°, count as one."""
 
 
-def distinct_proxies(proxies: Embeddings, cosine: float = SAME_DIRECTION) -> Tensor:
+def distinct_proxies(proxies: Embeddings, cosine: float = SAME_DIRECTION) -> IntArray:
     """Return the number of distinct proxies of each class [C], of ``proxies`` [C, K, D].
 
     These are the connected components of the graph of pairs with a cosine of at least ``cosine``:
@@ -50,7 +53,7 @@ def distinct_proxies(proxies: Embeddings, cosine: float = SAME_DIRECTION) -> Ten
     joined = joined | torch.eye(shape[1], dtype=torch.bool, device=joined.device)
     for _ in range(shape[1].bit_length()):  # each time, ways of twice the length
         joined = joined.float() @ joined.float() > 0
-    return (~joined.tril(-1).any(2)).sum(1)  # the first of each component counts
+    return (~joined.tril(-1).any(2)).sum(1).cpu().numpy()  # the first of each component counts
 
 
 def separability(proxies: Embeddings) -> Separability:
@@ -76,4 +79,4 @@ def separability(proxies: Embeddings) -> Separability:
     with full_precision(rows.device):
         cosines, _ = nearest_other_class(normalize(rows), per_class)
     nearest = cosines.reshape(classes, per_class).amax(1).clamp_(-1, 1)
-    return Separability(nearest, float(nearest.mean(dtype=torch.float64)))
+    return Separability(nearest.cpu().numpy(), float(nearest.mean(dtype=torch.float64)))

@@ -65,20 +65,15 @@ class RetrievalResult:
                 f"ids {self.ids.shape} and similarities {self.similarities.shape} must be "
                 "matrices of one shape"
             )
-        for name, length in (
-            ("query_codes", len(self.ids)),
-            ("positives", len(self.ids)),
-            ("gallery_codes", self.gallery_size),
-        ):
+        count = len(self.ids)
+        lengths = {"query_codes": count, "positives": count, "gallery_codes": self.gallery_size}
+        for name, length in lengths.items():
             values = getattr(self, name)
             if (values is None) != (self.classes is None):
                 raise ValueError(f"give all of {', '.join(_LABELS)}, or none")
             if values is not None and len(values) != length:
                 raise ValueError(f"{name} has {len(values)} entries, expected {length}")
-        if (
-            self.ids.size
-            and not -1 <= int(self.ids.min()) <= int(self.ids.max()) < self.gallery_size
-        ):
+        if ((self.ids < -1) | (self.ids >= self.gallery_size)).any():
             raise ValueError(f"ids must lie between −1 and {self.gallery_size - 1}")
 
     def __len__(self) -> int:
@@ -167,18 +162,15 @@ class RetrievalResult:
     def __str__(self) -> str:
         """A few lists as text: label, then neighbors as id:label, a star at each hit."""
         lines = [repr(self)]
+        labeled = self.classes is not None
         for query in range(min(len(self), 5)):
-            shown, name = self[query].top(min(self.k, 6)), str(query)
-            marks = [""] * shown.k
-            if shown.classes is not None:
-                name = str(shown.query_labels[0])
-                named = zip(shown.labels[0], shown.hits[0], strict=True)
-                marks = [f":{label}{'*' if hit else ''}" for label, hit in named]
-            cells = [
-                f"{i}{mark} {near:.3f}"
-                for i, mark, near in zip(shown.ids[0], marks, shown.similarities[0], strict=True)
-                if i >= 0
-            ]
+            shown, cells = self[query].top(min(self.k, 6)), []
+            for place in np.flatnonzero(shown.ids[0] >= 0):
+                cell = f"{shown.ids[0, place]}"
+                if labeled:
+                    cell += f":{shown.labels[0, place]}{'*' if shown.hits[0, place] else ''}"
+                cells.append(f"{cell} {shown.similarities[0, place]:.3f}")
+            name = shown.query_labels[0] if labeled else query
             lines.append(f"  {name} → " + ", ".join(cells))
         if len(self) > 5:
             lines.append(f"  … and {len(self) - 5} more queries")
@@ -248,12 +240,8 @@ def retrieve(
         ValueError: if shapes, types or values do not match.
     """
     k = as_count(k, "k")
-    sets = check_inputs(
-        similarity,
-        (embeddings, labels, ignore_groups),
-        (queries, query_labels, query_ignore_groups),
-        allow_unlabeled=True,
-    )
+    raw = (embeddings, labels, ignore_groups), (queries, query_labels, query_ignore_groups)
+    sets = check_inputs(similarity, *raw, allow_unlabeled=True)
     task = build_task(sets, similarity)
     count, device = len(task.queries), task.gallery.device
     # Without itself, an item has one neighbor fewer.
@@ -273,15 +261,13 @@ def retrieve(
             rows = block.rows.cpu().numpy()
             ids[rows] = block.ids.cpu().numpy()
             similarities[rows] = near.cpu().numpy()
-    result = RetrievalResult(
-        ids, similarities, len(task.gallery), similarity, task.self_index is not None
-    )
-    if labels is None:
-        return result
-    return replace(
-        result,
-        query_codes=task.query_codes.cpu().numpy(),
-        gallery_codes=task.gallery_codes.cpu().numpy(),
-        classes=task.classes,
-        positives=task.positives().cpu().numpy(),
-    )
+    arrays = {}
+    if labels is not None:
+        arrays = {
+            "query_codes": task.query_codes.cpu().numpy(),
+            "gallery_codes": task.gallery_codes.cpu().numpy(),
+            "classes": task.classes,
+            "positives": task.positives().cpu().numpy(),
+        }
+    own = task.self_index is not None
+    return RetrievalResult(ids, similarities, len(task.gallery), similarity, own, **arrays)

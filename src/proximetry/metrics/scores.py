@@ -1,4 +1,4 @@
-"""The metrics of ranked lists, each declared once: a field of `Metrics` with its formulas.
+"""The metrics of ranked lists: a table of formulas, and `Metrics` to choose among them.
 
 Importing this module loads neither torch nor numpy.
 """
@@ -75,18 +75,30 @@ class Lists:
 class Score(NamedTuple):
     """One number per query.
 
-    ``reads`` is the input of the formula: the rank of the first positive ("first"), the first k
-    places ("k"), or the first R, the number of positives ("R").
+    ``field`` of `Metrics` selects it. ``reads`` is the input of the formula: the rank of the first
+    positive ("first"), the first k places ("k"), or the first R, the number of positives ("R").
     """
 
     name: str
+    field: str
     reads: Literal["first", "k", "R"]
     formula: Callable[[Lists, int], Tensor]
     k: int = 0
 
 
-def _declare(default: Any, text: str, *scores: Score) -> Any:
-    return field(default=default, metadata={"help": text, "scores": scores})
+_SCORES = (
+    Score("recall", "recall_at", "first", lambda lists, k: (lists.ranks <= k).double()),
+    Score("precision", "precision_at", "k", lambda lists, k: lists.at(lists.counts, k) / k),
+    Score("r_precision", "at_r", "R", lambda lists, _: lists.at_r(lists.counts) / lists.positives),
+    Score("map@r", "at_r", "R", lambda lists, _: lists.at_r(lists.precisions) / lists.positives),
+    Score("map", "map_at", "k", lambda lists, k: lists.at(lists.precisions, k) / k),
+    Score("mrr", "mrr", "first", lambda lists, _: 1.0 / lists.ranks.double()),
+    Score("ndcg", "ndcg_at", "k", lambda lists, k: lists.at(lists.gains, k) / lists.best_gain(k)),
+)
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
 
 
 def _cutoffs(values: Any, name: str) -> tuple[int, ...]:
@@ -107,42 +119,24 @@ class Metrics:
     A field ending in ``_at`` holds the cut-offs k at which its metric is computed.
     """
 
-    recall_at: tuple[int, ...] = _declare(
-        (1, 2, 4, 8),
-        "k of recall@k: is at least one of the first k a positive?",
-        Score("recall", "first", lambda lists, k: (lists.ranks <= k).double()),
+    recall_at: tuple[int, ...] = _setting(
+        (1, 2, 4, 8), "k of recall@k: is at least one of the first k a positive?"
     )
-    precision_at: tuple[int, ...] = _declare(
-        (),
-        "k of precision@k: positives among the first k, divided by k",
-        Score("precision", "k", lambda lists, k: lists.at(lists.counts, k) / k),
+    precision_at: tuple[int, ...] = _setting(
+        (), "k of precision@k: positives among the first k, divided by k"
     )
-    at_r: bool = _declare(
-        True,
-        "R-precision and MAP@R (R = number of relevant items)",
-        Score("r_precision", "R", lambda lists, _: lists.at_r(lists.counts) / lists.positives),
-        Score("map@r", "R", lambda lists, _: lists.at_r(lists.precisions) / lists.positives),
+    at_r: bool = _setting(True, "R-precision and MAP@R (R = number of relevant items)")
+    map_at: tuple[int, ...] = _setting(
+        (), "k of map@k: the precision at each positive among the first k, summed, divided by k"
     )
-    map_at: tuple[int, ...] = _declare(
-        (),
-        "k of map@k: the precision at each positive among the first k, summed, divided by k",
-        Score("map", "k", lambda lists, k: lists.at(lists.precisions, k) / k),
+    mrr: bool = _setting(True, "mrr: one over the place of the first positive")
+    ndcg_at: tuple[int, ...] = _setting(
+        (2, 4, 8), "k of ndcg@k: discounted gain of the first k, divided by that of the best list"
     )
-    mrr: bool = _declare(
-        True,
-        "mrr: one over the place of the first positive",
-        Score("mrr", "first", lambda lists, _: 1.0 / lists.ranks.double()),
+    clustering: bool = _setting(
+        False, f"{', '.join(CLUSTERING)} of k-means with as many clusters as classes"
     )
-    ndcg_at: tuple[int, ...] = _declare(
-        (2, 4, 8),
-        "k of ndcg@k: discounted gain of the first k, divided by that of the best list",
-        Score("ndcg", "k", lambda lists, k: lists.at(lists.gains, k) / lists.best_gain(k)),
-    )
-    clustering: bool = _declare(
-        False,
-        f"{', '.join(CLUSTERING)} of k-means with as many clusters as classes",
-    )
-    verification: bool = _declare(
+    verification: bool = _setting(
         False,
         "verification: accuracy of LFW's protocol on 6000 random pairs, half of one class, in ten "
         "folds",
@@ -159,13 +153,12 @@ class Metrics:
     def scores(self) -> list[Score]:
         """The scores that each query gets."""
         chosen: list[Score] = []
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            for score in entry.metadata["scores"]:
-                if isinstance(value, tuple):
-                    chosen += [score._replace(name=f"{score.name}@{k}", k=k) for k in value]
-                elif value:
-                    chosen.append(score)
+        for score in _SCORES:
+            value = getattr(self, score.field)
+            if isinstance(value, tuple):
+                chosen += [score._replace(name=f"{score.name}@{k}", k=k) for k in value]
+            elif value:
+                chosen.append(score)
         return chosen
 
     def names(self) -> list[str]:

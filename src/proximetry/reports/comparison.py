@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
 from proximetry._util.charts import in_percent, line_chart
 from proximetry._util.errors import shown, spaced
@@ -14,126 +13,86 @@ from proximetry.metrics import Interval
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.recipe.loading import flatten
 from proximetry.reports.evaluation import RunEvaluation
-from proximetry.reports.page import Section, bold, code, percent, render, table
+from proximetry.reports.page import Section, section, short
 from proximetry.reports.record import RunRecord
 from proximetry.reports.sections import (
     SPLITS,
-    format_interval,
     image,
     metric_names,
     neighbor_images,
-    short,
 )
 from proximetry.training.reporting import metric_title
 
 SHOWN_CHANGES = 8
 _NEIGHBORS = 4
 
-_range = Markup('<span class="range">{}</span>').format
-
 
 def comparison_sections(
-    names: Sequence[str], records: Sequence[RunRecord], found: Sequence[RunEvaluation | None]
+    names: Sequence[str], records: Sequence[RunRecord], runs: Sequence[RunEvaluation | None]
 ) -> list[Section]:
     """Return the sections of a comparison."""
     sections = [
-        _metrics(names, records, found),
+        _metrics(names, records, runs),
         _curves(names, records),
-        _queries(names, found),
+        _queries(names, runs),
         _recipes(names, records),
-        _origins(names, records, found),
+        _origins(names, records, runs),
     ]
     return [section for section in sections if section is not None]
 
 
 def _metrics(
-    names: Sequence[str], records: Sequence[RunRecord], found: Sequence[RunEvaluation | None]
+    names: Sequence[str], records: Sequence[RunRecord], runs: Sequence[RunEvaluation | None]
 ) -> Section:
-    complete = [one for one in found if one is not None]
+    complete = [run for run in runs if run is not None]
     tables, images, comparisons = [], [], 0
-    if len(complete) < len(found):
+    if len(complete) < len(runs):
         for split, words in SPLITS.items():
             scores = [record.selected.get(split, {}) for record in records]
             if any(scores):
                 caption = f"Metrics of the selected epochs as each run reported them, {words}"
-                tables.append(_plain_table(caption, names, scores, [{} for _ in scores]))
-    elif all(complete[0].compares_like(one) for one in complete):
-        paired, comparisons = _paired_table(names, complete)
-        tables.append(paired)
+                columns = _columns(names, scores, [{} for _ in scores])
+                tables.append((f"{caption}, in percent", metric_names(scores), columns))
     else:
-        images = [
-            f"{name}: {spaced(len(one.catalog))} images of "
-            f"{spaced(len(one.catalog.class_names))} classes in {one.catalog.root}"
-            for name, one in zip(names, complete, strict=True)
-        ]
-        caption = "Metrics of each run on its own images"
-        scores = [one.scores for one in complete]
-        tables.append(_plain_table(caption, names, scores, [one.intervals for one in complete]))
-    content = render(
+        scores = [run.scores for run in complete]
+        columns = _columns(names, scores, [run.intervals for run in complete])
+        caption = "Metrics of each run on its own images, in percent"
+        if all(complete[0].compares_like(run) for run in complete):
+            counted = spaced(int(scores[0]["queries"]))
+            caption = f"Metrics in percent, {counted} queries, the same for all runs"
+            first, *others = (run.evaluation for run in complete)
+            comparisons = sum(len(first.scores.keys() & other.scores.keys()) for other in others)
+            confidence = 1 - 0.05 / max(comparisons, 1)
+            for place, other in enumerate(others):
+                difference = first.compare(other, confidence=confidence)
+                columns.insert(2 * place + 2, {"title": "difference", "difference": difference})
+        else:
+            images = [
+                f"{name}: {spaced(len(run.catalog))} images of "
+                f"{spaced(len(run.catalog.class_names))} classes in {run.catalog.root}"
+                for name, run in zip(names, complete, strict=True)
+            ]
+        tables.append((caption, metric_names(scores), columns))
+    return section(
+        "Metrics",
         "comparison_metrics.html",
         differing_images=images,
         tables=tables,
         comparisons=comparisons,
         intervals=INTERVALS,
-        untested=len(complete) < len(found),
+        untested=len(complete) < len(runs),
     )
-    return Section("Metrics", content)
 
 
-def _plain_table(
-    caption: str,
+def _columns(
     names: Sequence[str],
     scores: Sequence[Mapping[str, Any]],
-    bounds: Sequence[Mapping[str, Interval]],
-) -> Markup:
-    rows = []
-    for metric in metric_names(scores):
-        cells = (_figure(metric, *both) for both in zip(scores, bounds, strict=True))
-        rows.append([metric_title(metric), *cells])
-    return table(f"{caption}, in percent", ["metric", *map(short, names)], rows)
-
-
-def _figure(metric: str, scores: Mapping[str, Any], bounds: Mapping[str, Interval]) -> str:
-    value = percent(scores.get(metric))
-    return value + _range(format_interval(bounds[metric])) if metric in bounds else value
-
-
-def _paired_table(names: Sequence[str], found: Sequence[RunEvaluation]) -> tuple[Markup, int]:
-    """Return the table of metrics and differences, and the number of comparisons in it."""
-    first, *others = found
-    scores = first.evaluation.scores.keys()
-    comparisons = sum(len(scores & one.evaluation.scores.keys()) for one in others)
-    confidence = 1 - 0.05 / max(comparisons, 1)
-    differences = [
-        first.evaluation.compare(one.evaluation, confidence=confidence) for one in others
+    intervals: Sequence[Mapping[str, Interval]],
+) -> list[dict[str, Any]]:
+    return [
+        {"title": short(name), "scores": one, "intervals": bounds}
+        for name, one, bounds in zip(names, scores, intervals, strict=True)
     ]
-    head: list[object] = ["metric", short(names[0])]
-    for name in names[1:]:
-        head += [short(name), "difference"]
-    rows = []
-    for metric in metric_names([one.scores for one in found]):
-        row: list[object] = [metric_title(metric), _figure(metric, first.scores, first.intervals)]
-        for one, difference in zip(others, differences, strict=True):
-            row.append(_figure(metric, one.scores, one.intervals))
-            row.append(_verdict(difference[metric]) if metric in difference else "–")
-        rows.append(row)
-    counted = spaced(int(first.scores["queries"]))
-    caption = f"Metrics in percent, {counted} queries, the same for all runs"
-    return table(caption, head, rows), comparisons
-
-
-def _verdict(one: Interval) -> Markup:
-    kind, word = "", "no significant difference"
-    if one.low > 0:
-        kind = word = "better"
-    elif one.high < 0:
-        kind = word = "worse"
-    bounds = _range(f"{_signed(one.low)} to {_signed(one.high)}")
-    return Markup('<span class="{}">{} {}</span>{}').format(kind, _signed(one.mean), word, bounds)
-
-
-def _signed(value: float) -> str:
-    return f"{100 * value:+.1f}".replace("-", "−")
 
 
 def _curves(names: Sequence[str], records: Sequence[RunRecord]) -> Section:
@@ -150,15 +109,13 @@ def _curves(names: Sequence[str], records: Sequence[RunRecord]) -> Section:
             title = f"{metric_title(metric)}, {words}"
             points = series(split, metric)
             charts.append(line_chart(title, points, shown=in_percent, from_zero=True))
-    content = render(
-        "curves.html", charts=[*filter(None, charts)], epochs="", several_losses=not one_loss
-    )
-    return Section("Curves", content)
+    charts = [*filter(None, charts)]
+    return section("Curves", "curves.html", charts=charts, epochs="", several_losses=not one_loss)
 
 
-def _queries(names: Sequence[str], found: Sequence[RunEvaluation | None]) -> Section | None:
+def _queries(names: Sequence[str], runs: Sequence[RunEvaluation | None]) -> Section | None:
     """Return queries whose nearest image is right in only one of two runs."""
-    first, *others = found
+    first, *others = runs
     if first is None:
         return None
     comparisons = []
@@ -169,7 +126,7 @@ def _queries(names: Sequence[str], found: Sequence[RunEvaluation | None]) -> Sec
         scored = first.evaluation.scored
         gained = np.flatnonzero(theirs & ~mine & scored)
         lost = np.flatnonzero(mine & ~theirs & scored)
-        runs = ((names[0], first), (name, other))
+        both = ((names[0], first), (name, other))
         comparisons.append(
             {
                 "name": name,
@@ -178,7 +135,7 @@ def _queries(names: Sequence[str], found: Sequence[RunEvaluation | None]) -> Sec
                 "gained": len(gained),
                 "lost": len(lost),
                 "lists": [
-                    (title, [_row(runs, query) for query in _widest(first, other, queries)])
+                    (title, [_row(both, query) for query in _widest(first, other, queries)])
                     for title, queries in (
                         (f"Right in {name} only", gained),
                         (f"Right in {names[0]} only", lost),
@@ -188,8 +145,7 @@ def _queries(names: Sequence[str], found: Sequence[RunEvaluation | None]) -> Sec
         )
     if not comparisons:
         return None
-    content = render("comparison_queries.html", first=names[0], comparisons=comparisons)
-    return Section("Queries", content)
+    return section("Queries", "comparison_queries.html", first=names[0], comparisons=comparisons)
 
 
 def _widest(first: RunEvaluation, other: RunEvaluation, queries: Any) -> list[int]:
@@ -204,47 +160,36 @@ def _widest(first: RunEvaluation, other: RunEvaluation, queries: Any) -> list[in
     return list(chosen.values())[:SHOWN_CHANGES]
 
 
-def _row(
-    runs: Sequence[tuple[str, RunEvaluation]], query: int
-) -> tuple[Markup, list[tuple[str, list[Markup]]]]:
+def _row(runs: Sequence[tuple[str, RunEvaluation]], query: int) -> tuple[dict[str, Any], list[Any]]:
     """Return the image of a query, and its neighbors in each run."""
     first = runs[0][1]
-    row = int(first.queries[query])
-    cell = image(first, row, "query", bold(short(first.catalog.labels[row])))
-    return cell, [(short(name), neighbor_images(run, query, _NEIGHBORS)) for name, run in runs]
+    sides = [(short(name), neighbor_images(run, query, _NEIGHBORS)) for name, run in runs]
+    return image(first, int(first.queries[query])), sides
 
 
 def _recipes(names: Sequence[str], records: Sequence[RunRecord]) -> Section:
     flat = [flatten(record.recipe.to_dict()) for record in records]
     rows = [
-        [key, *(code(shown(values.get(key))) for values in flat)]
+        (key, [shown(values.get(key)) for values in flat])
         for key in dict.fromkeys(key for values in flat for key in values)
         if any(values.get(key) != flat[0].get(key) for values in flat)
     ]
-    content = Markup("<p>The recipes are the same.</p>")
-    if rows:
-        content = table("Keys in which the recipes differ", ["key", *map(short, names)], rows, "")
-    return Section("Recipes", content)
+    return section(
+        "Recipes", "comparison_recipes.html", names=[short(name) for name in names], rows=rows
+    )
 
 
 def _origins(
-    names: Sequence[str], records: Sequence[RunRecord], found: Sequence[RunEvaluation | None]
+    names: Sequence[str], records: Sequence[RunRecord], runs: Sequence[RunEvaluation | None]
 ) -> Section:
-    rows = []
-    for name, record in zip(names, records, strict=True):
-        results, e = record.results, record.environment
-        packages = e.get("packages", {})
-        seconds = f"{results['seconds']:.0f} s" if "seconds" in results else "–"
-        version = packages.get("torch", "–") if isinstance(packages, dict) else "–"
-        cells = [short(name), record.selected.get("epoch", "–"), results.get("epochs", "–")]
-        cells += [results.get("protocol", "–"), record.recipe.training.seed, seconds]
-        rows.append([*cells, e.get("device", "–"), version, e.get("started", "–")])
-    head = ["run", "selected epoch", "epochs", "protocol", "seed", "training", "device", "torch"]
     notes = [
         f"{name}: {note}"
-        for name, record, one in zip(names, records, found, strict=True)
-        for note in [*record.results.get("notes", []), *([] if one is None else one.notes)]
+        for name, record, run in zip(names, records, runs, strict=True)
+        for note in [*record.results.get("notes", []), *([] if run is None else run.notes)]
     ]
-    content = table("How each run was made", [*head, "started"], rows, "")
-    items = Markup("").join(Markup("<li>{}</li>").format(note) for note in dict.fromkeys(notes))
-    return Section("Origin", content + Markup("<ul>{}</ul>").format(items) if notes else content)
+    return section(
+        "Origin",
+        "comparison_origin.html",
+        runs=[(short(name), record) for name, record in zip(names, records, strict=True)],
+        notes=list(dict.fromkeys(notes)),
+    )

@@ -88,21 +88,13 @@ class RunEvaluation:
         names = list(self.evaluation.scores)
         return "map@r" if "map@r" in names else names[0]
 
-    def best(self, count: int) -> list[int]:
-        """Return the queries with the highest scores, at most one per class.
+    def extremes(self, count: int, *, best: bool) -> list[int]:
+        """Return the queries with the highest or the lowest scores, at most one per class.
 
-        Of equal scores, the hardest: those least similar to their nearest image.
+        Of equal scores, the hardest of the best, those least similar to their nearest image, and
+        the most confident errors of the worst, those most similar to it.
         """
-        return self._first_of_classes(1, count)
-
-    def worst(self, count: int) -> list[int]:
-        """Return the queries with the lowest scores, at most one per class.
-
-        Of equal scores, the most confident errors: those most similar to their nearest image.
-        """
-        return self._first_of_classes(-1, count)
-
-    def _first_of_classes(self, sign: int, count: int) -> list[int]:
+        sign = 1 if best else -1
         scores, similarities = self.evaluation.scores[self.ranking], self.neighbors.similarities
         first: dict[int, int] = {}
         for query in np.lexsort((sign * similarities[:, 0], -sign * scores)):

@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from proximetry._util.errors import spaced
+from proximetry._util.errors import shorten, spaced
+from proximetry.metrics import Interval
+from proximetry.reports.thumbnails import data_uri
+from proximetry.training.reporting import metric_title
 
 _TEMPLATES = Environment(
     loader=PackageLoader("proximetry.reports"),
@@ -19,12 +22,32 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.filters["spaced"] = spaced
+_LONGEST_NAME = 60
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # invalid in HTML
 
-bold = Markup("<b>{}</b>").format
-code = Markup("<code>{}</code>").format
-soft = Markup('<span class="about">{}</span>').format
+
+def percent(value: float | None) -> str:
+    """Format a fraction in percent; None is a dash."""
+    return "–" if value is None else f"{100 * value:.1f}"
+
+
+def short(name: object) -> str:
+    """Shorten a name of a class or a file."""
+    return shorten(str(name), _LONGEST_NAME)
+
+
+def signed(value: float) -> str:
+    """Format a difference of fractions in percent."""
+    return f"{100 * value:+.1f}".replace("-", "−")
+
+
+def interval(one: Interval | None) -> str:
+    """Format the bounds of an interval in percent; None is a dash."""
+    return "–" if one is None else f"{percent(one.low)} to {percent(one.high)}"
+
+
+_FILTERS = (data_uri, interval, metric_title, percent, short, signed, spaced)
+_TEMPLATES.filters.update({function.__name__: function for function in _FILTERS})
 
 
 def render(template: str, **values: Any) -> Markup:
@@ -36,7 +59,8 @@ def table(
     caption: str, head: Iterable[object], rows: Iterable[Sequence[object]], css: str = "numbers"
 ) -> Markup:
     """Return a table that scrolls if it is too wide; the first cell of a row is its header."""
-    return render("table.html", caption=caption, head=head, rows=rows, css=css)
+    macros: Any = _TEMPLATES.get_template("macros.html").module
+    return Markup(macros.table_of(caption, head, rows, css))
 
 
 class Section(NamedTuple):
@@ -44,6 +68,11 @@ class Section(NamedTuple):
 
     title: str
     content: Markup
+
+
+def section(title: str, template: str, **values: Any) -> Section:
+    """Return a section whose content is a template."""
+    return Section(title, render(template, **values))
 
 
 def page(title: str, sections: Sequence[Section], **header: Any) -> bytes:
@@ -63,8 +92,3 @@ def page(title: str, sections: Sequence[Section], **header: Any) -> bytes:
     )
     # File names need not be UTF-8.
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", content).encode("utf-8", "replace")
-
-
-def percent(value: float | None) -> str:
-    """Format a fraction in percent; None is a dash."""
-    return "–" if value is None else f"{100 * value:.1f}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +36,7 @@ class RunProxies:
         nearest: of each class, the cosine with the nearest proxy of another class.
         angles: separability and angles, as in results.json.
         distinct: how many of the K proxies of each class are different.
+        is_selected: whether the epoch is the selected one.
     """
 
     epoch: int
@@ -46,7 +45,7 @@ class RunProxies:
     nearest: npt.NDArray[Any]
     angles: dict[str, float]
     distinct: npt.NDArray[np.int64]
-    checkpoint: Path
+    is_selected: bool
 
     @property
     def per_class(self) -> int:
@@ -81,14 +80,14 @@ def read_proxies(record: RunRecord) -> RunProxies | None:
             break
     if not candidates:
         raise ValueError(some(problems, 2) or "the checkpoints of the run are gone")
-    _, epoch, path, proxies = max(candidates, key=lambda one: one[:2])
+    is_selected, epoch, path, proxies = max(candidates, key=lambda one: one[:2])
     weight = proxies.weight.detach()
     if len(weight) < 2 or not bool(torch.isfinite(weight).all()):
         raise ValueError(f"the proxies in {path} are of one class, or not finite")
     separation, distinct = separability(weight), distinct_proxies(weight)
     names = proxies.names or [str(number) for number in range(len(weight))]
-    nearest, angles = separation.per_class.numpy(), separation.scores()
-    return RunProxies(epoch, names, weight, nearest, angles, distinct.numpy(), path)
+    nearest, angles = separation.per_class, separation.scores()
+    return RunProxies(epoch, names, weight, nearest, angles, distinct, is_selected)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,12 +111,19 @@ def measure_use(proxies: RunProxies, embedder: Embedder, train: Catalog) -> Prox
     """Find the nearest proxy of training images of whole classes, sampled with seed 0.
 
     They have at most `TRAINING_IMAGES` images in all, but there is at least one class.
+
+    Raises:
+        ValueError: if the embedder is not that of the proxies.
     """
+    if embedder.dim != proxies.weight.shape[2] or embedder.architecture.binary:
+        raise ValueError("the embedder was changed after training, by PCA or for binary codes")
+    if not proxies.is_selected:
+        raise ValueError("the proxies of the selected epoch are gone")
     order = np.random.default_rng(0).permutation(len(train.class_names))
     images = np.bincount(train.codes, minlength=len(order))[order].cumsum()
     taken = order[: max(1, int((images <= TRAINING_IMAGES).sum()))]
     sample = train.subset(np.isin(train.codes, taken))
-    vectors = l2_normalize(encode_catalog(_as_trained(proxies, embedder), sample).double())[0]
+    vectors = l2_normalize(encode_catalog(embedder, sample).double())[0]
     numbers = {name: number for number, name in enumerate(proxies.names)}
     codes = np.array([numbers[label] for label in sample.labels])
     weight = l2_normalize(proxies.weight.double())[0]
@@ -129,23 +135,3 @@ def measure_use(proxies: RunProxies, embedder: Embedder, train: Catalog) -> Prox
     shares = counts / counts.sum(1, keepdims=True)
     entropy = -(shares * np.log(np.where(shares > 0, shares, 1))).sum(1)
     return ProxyUse(len(sample), len(train.class_names), (counts > 0).sum(1), np.exp(entropy))
-
-
-def _as_trained(proxies: RunProxies, embedder: Embedder) -> Embedder:
-    """Return the embedder of the proxies' checkpoint, without the PCA of the saved one."""
-    path = proxies.checkpoint
-    weights = read_part(path, "average")[1] or read_part(path, "embedder")[1]
-    if any(".lora_" in name for name in weights):
-        raise ValueError("the checkpoints of a run with LoRA hold its adapters, not the embedder")
-    trained = copy.deepcopy(embedder)
-    trained.dim = dim = proxies.weight.shape[2]
-    trained.head = nn.Identity()
-    if "head.weight" in weights:  # a custom embedder may have no head
-        # Initialization would draw random numbers.
-        head = nn.Linear(embedder.width, dim, device="meta")
-        trained.head = head.to_empty(device=next(embedder.parameters()).device)
-    try:
-        trained.load_state_dict(weights)
-    except RuntimeError as error:  # which lists every weight
-        raise ValueError(f"{path} does not fit the embedder") from error
-    return trained.eval()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,10 @@ class RunRecord:
     path: Path
     folder: RunFolder
     recipe: Recipe
-    environment: dict[str, Any] = field(default_factory=dict)
-    history: list[dict[str, Any]] = field(default_factory=list)
-    results: dict[str, Any] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
+    environment: dict[str, Any]
+    history: list[dict[str, Any]]
+    results: dict[str, Any]
+    missing: list[str]
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:
@@ -45,32 +45,29 @@ class RunRecord:
         folder = next((stage for stage in stages if stage.recipe.exists()), stages[0])
         if not folder.recipe.exists():
             raise UsageError(f"not a run folder: {path} has no {folder.recipe.name}")
-        record = cls(path, folder, Recipe.load(folder.recipe))
-        sources: list[tuple[str, Any, Callable[[], Any]]] = [
-            (
-                "Environment",
-                record.environment.update,
-                lambda: read_json(folder.environment, 10**6),
-            ),
-            ("Curves", record.history.extend, folder.history),
-        ]
-        if folder.results.exists():
-            sources.append(("Results", record.results.update, folder.read_results))
-        for title, store, read in sources:
+        missing: list[str] = []
+
+        def attempt(title: str, read: Callable[[], Any], default: Any) -> Any:
             try:
-                store(read())
+                return read()
             except (ValueError, TypeError) as error:  # TypeError: not a JSON object
-                record.missing.append(f"{title}: {error}")
-        if not folder.results.exists() or folder is stages[-1]:
-            done = max((int(line["epoch"]) for line in record.history), default=0)
+                missing.append(f"{title}: {error}")
+                return default
+
+        recipe, has_results = Recipe.load(folder.recipe), folder.results.exists()
+        environment = attempt("Environment", lambda: {**read_json(folder.environment, 10**6)}, {})
+        history = attempt("Curves", folder.history, [])
+        results = attempt("Results", folder.read_results, {}) if has_results else {}
+        if not has_results or folder is stages[-1]:
+            done = max((int(line["epoch"]) for line in history), default=0)
             first, stage = folder.path, ""
             if first.name in (FIRST_STAGE, SECOND_STAGE):
                 first, stage = first.parent, f" of the {first.name.replace('-', ' ')}"
-            record.missing.append(
-                f"Results: the run is unfinished; {done} of {record.recipe.training.epochs} epochs"
-                f"{stage} are logged. Call `train` with {first} to resume it"
+            missing.append(
+                f"Results: the run is unfinished; {done} of {recipe.training.epochs} epochs{stage} "
+                f"are logged. Call `train` with {first} to resume it"
             )
-        return record
+        return cls(path, folder, recipe, environment, history, results, missing)
 
     @property
     def name(self) -> str:

@@ -60,22 +60,22 @@ def write_report(
     folders = [record.folder.path.resolve() for record in records]
     if len(set(folders)) < len(folders):
         raise UsageError("duplicate run. Give each run once")
-    found: list[RunEvaluation | None] = []
+    evaluations: list[RunEvaluation | None] = []
     for record in records:
         try:
-            found.append(evaluate_run(record, source, root, steps, columns=columns))
+            evaluations.append(evaluate_run(record, source, root, steps, columns=columns))
         except _ABSENT as error:
             # Explicitly named images must be readable.
             if source is not None or root is not None:
                 raise
-            found.append(None)
+            evaluations.append(None)
             reason = _reason(error)
             hint = "" if "--data" in reason else ". If the images have moved, give --data"
             record.missing.append(f"Queries, classes, intervals and the map: {reason}{hint}")
     if len(records) == 1:
-        content = report_page(records[0], found[0])
+        content = report_page(records[0], evaluations[0])
     else:
-        content = comparison_page(records, found)
+        content = comparison_page(records, evaluations)
     atomic_write(out, content)
     return [reason for record in records for reason in record.missing]
 
@@ -136,12 +136,14 @@ def _proxies(record: RunRecord, run: RunEvaluation | None) -> list[Section]:
     return [] if section is None else [section]
 
 
-def comparison_page(records: Sequence[RunRecord], found: Sequence[RunEvaluation | None]) -> bytes:
+def comparison_page(
+    records: Sequence[RunRecord], evaluations: Sequence[RunEvaluation | None]
+) -> bytes:
     """Return the comparison of runs, each with the first."""
     names = [record.name for record in records]
     if len(set(names)) < len(names):
         names = [str(record.path) for record in records]
-    sections = comparison_sections(names, records, found)
+    sections = comparison_sections(names, records, evaluations)
     missing = [
         f"{name}. {reason}"
         for name, record in zip(names, records, strict=True)

@@ -6,21 +6,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from markupsafe import Markup
 
 from proximetry._util.charts import bar_chart, in_percent, line_chart, plain
-from proximetry._util.errors import readable_seconds, shorten, spaced
+from proximetry._util.errors import readable_seconds, spaced
 from proximetry.data import VectorCatalog
-from proximetry.metrics import Interval, map_embeddings
+from proximetry.metrics import map_embeddings
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.metrics.proxy_separability import SAME_DIRECTION
 from proximetry.metrics.scores import COUNTS
 from proximetry.reports.evaluation import MAPPED, RunEvaluation
-from proximetry.reports.page import Section, bold, percent, render, soft, table
+from proximetry.reports.page import Section, interval, percent, section, short, table
 from proximetry.reports.proxies import ProxyUse, RunProxies
 from proximetry.reports.record import RunRecord
-from proximetry.reports.thumbnails import COLUMNS, data_uri, load_thumbnail, sprite
+from proximetry.reports.thumbnails import COLUMNS, load_thumbnail, sprite
 from proximetry.training.evaluator import CODES
 from proximetry.training.reporting import (
     AMONG_TRAIN,
@@ -32,30 +31,13 @@ from proximetry.training.reporting import (
 SHOWN_QUERIES = 8
 SHOWN_CLASSES = 10
 SHOWN_CONFUSIONS = 12
-_LONGEST_NAME = 60
 SPLITS = {"test": "test set", "held_out": "classes held out of training"}
-
-
-def short(name: object) -> str:
-    """Shorten a name of a class or a file."""
-    return shorten(str(name), _LONGEST_NAME)
 
 
 def metric_names(scores: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the metrics in any of the scores."""
-    return list(
-        dict.fromkeys(
-            name
-            for one in scores
-            for name, value in one.items()
-            if isinstance(value, (int, float)) and name not in COUNTS
-        )
-    )
-
-
-def format_interval(one: Interval | None) -> str:
-    """Format the bounds of an interval in percent."""
-    return "–" if one is None else f"{100 * one.low:.1f} to {100 * one.high:.1f}"
+    values = {name: value for one in scores for name, value in one.items() if name not in COUNTS}
+    return [name for name, value in values.items() if isinstance(value, (int, float))]
 
 
 def headline(record: RunRecord, run: RunEvaluation | None) -> list[tuple[str, str, str]]:
@@ -74,7 +56,7 @@ def headline(record: RunRecord, run: RunEvaluation | None) -> list[tuple[str, st
         if name in scores:
             value, notes = f"{percent(scores[name])} %", [images]
             if name in intervals:
-                notes.insert(0, f"95 % interval {format_interval(intervals[name])}")
+                notes.insert(0, f"95 % interval {interval(intervals[name])}")
             if name in untrained:
                 value = f"{percent(untrained[name])} → {value}"
                 notes.insert(0, "untrained → trained")
@@ -102,14 +84,14 @@ def metrics_section(record: RunRecord, run: RunEvaluation | None) -> Section:
         split = SPLITS.get(run.split, f"split {run.split}")
         caption = f"Metrics of the images of this report: {split}"
         tables.append(_metrics_table(caption, {"embedder of the run": run.scores}, run))
-    content = render(
+    return section(
+        "Metrics",
         "metrics.html",
         protocol=f"{protocol[:1].upper()}{protocol[1:]}",
         tables=tables,
         intervals=INTERVALS if run and run.intervals else "",
         evaluated=run is not None,
     )
-    return Section("Metrics", content)
 
 
 def _metrics_table(
@@ -126,7 +108,7 @@ def _metrics_table(
     every = list(columns.values())
     names = metric_names(every)
     for name in names:
-        add(metric_title(name), every, name, format_interval(intervals.get(name)))
+        add(metric_title(name), every, name, interval(intervals.get(name)))
     for dim in dict.fromkeys(d for scores in every for d in scores.get("dims", {})):
         fewer = [scores.get("dims", {}).get(dim, {}) for scores in every]
         for name in [n for n in names if n in ("recall@1", "map@r")]:
@@ -157,96 +139,83 @@ def curves_section(record: RunRecord) -> Section:
             series[f"{metric_title(name)} {AMONG_TRAIN}"] = among
         title = f"Metrics, {title}"
         charts.append(line_chart(title, series, shown=in_percent, marked=selected, from_zero=True))
-    values = {"charts": [*filter(None, charts)], "several_losses": False}
-    return Section("Curves", render("curves.html", epochs=_epochs_table(record), **values))
+    charts = [*filter(None, charts)]
+    epochs = _epochs_table(record)
+    return section("Curves", "curves.html", charts=charts, epochs=epochs, several_losses=False)
 
 
 def _epochs_table(record: RunRecord) -> Markup:
-    keys: dict[tuple[str, ...], str] = {
-        ("loss",): "loss",
-        ("lr",): "learning rate",
-        ("images_per_second",): "images/s",
-    }
+    columns = {}
+    for key, title in (
+        ("loss", "loss"),
+        ("lr", "learning rate"),
+        ("images_per_second", "images/s"),
+    ):
+        columns[title] = {epoch: plain(value) for epoch, value in record.curve(key)}
     for split in SPLITS:
         for name in record.metrics:
-            keys[split, name] = f"{split.replace('_', '-')} {metric_title(name)}"
-    columns = {key: dict(record.curve(*key)) for key in keys}
-    columns = {key: values for key, values in columns.items() if values}
-    rows = []
-    for line in record.history:
-        cells = []
-        for key, values in columns.items():
-            value = values.get(float(line["epoch"]))
-            cells.append("–" if value is None else percent(value) if len(key) > 1 else plain(value))
-        rows.append([line["epoch"], *cells])
+            title = f"{split.replace('_', '-')} {metric_title(name)}"
+            columns[title] = {epoch: percent(v) for epoch, v in record.curve(split, name)}
+    columns = {title: values for title, values in columns.items() if values}
+    rows = [
+        [line["epoch"], *(values.get(float(line["epoch"]), "–") for values in columns.values())]
+        for line in record.history
+    ]
     caption = "Every epoch; metrics in percent, epoch 0 is the untrained embedder"
-    return table(caption, ["epoch", *(keys[key] for key in columns)], rows)
+    return table(caption, ["epoch", *columns], rows)
 
 
-def image(run: RunEvaluation, row: int, kind: str, *lines: object) -> Markup:
-    """Return an image with lines and its path below it; kind is query, right or wrong."""
+def image(run: RunEvaluation, row: int) -> dict[str, Any]:
+    """Return an image of the catalog for a template."""
     catalog = run.catalog
-    file, path = catalog.file(row), short(catalog.paths[row])
-    role = "query" if kind == "query" else f"{kind} neighbor"
-    small, placeholder = load_thumbnail(file), "not readable"
+    file, path, placeholder = catalog.file(row), short(catalog.paths[row]), "not readable"
+    thumbnail = load_thumbnail(file)
     if isinstance(catalog, VectorCatalog):
         placeholder = path
-    elif small is None:
+    elif thumbnail is None:
         run.unreadable.add(file)
-    return render(
-        "image.html",
-        kind=kind,
-        file=file,
-        path=path,
-        alt=f"{role}, class {short(catalog.labels[row])}",
-        placeholder=placeholder,
-        lines=lines,
-        src=small and data_uri(small),
-        width=small and small.width,
-        height=small and small.height,
-    )
+    label = short(catalog.labels[row])
+    values = {"file": file, "path": path, "label": label, "thumbnail": thumbnail}
+    return {**values, "placeholder": placeholder}
 
 
-def neighbor_images(run: RunEvaluation, query: int, count: int | None = None) -> list[Markup]:
-    """Return the nearest images of a query, each marked right or wrong."""
-    lists, cells = run.neighbors, []
-    for rank in range(count or lists.k)[: lists.k]:
-        if lists.ids[query, rank] < 0:
-            break
-        row = int(run.gallery[lists.ids[query, rank]])
-        kind, mark = ("right", "✓ right") if lists.hits[query, rank] else ("wrong", "✗ wrong")
-        similarity = soft(f"{lists.similarities[query, rank]:.3f}")
-        label = short(run.catalog.labels[row])
-        cells.append(image(run, row, kind, bold(mark), label, similarity))
-    return cells
+def neighbor_images(
+    run: RunEvaluation, query: int, count: int | None = None
+) -> list[dict[str, Any]]:
+    """Return the nearest images of a query, with their similarity and whether they are right."""
+    lists = run.neighbors[query]
+    columns = zip(lists.ids[0], lists.hits[0], lists.similarities[0], strict=True)
+    return [
+        image(run, int(run.gallery[row])) | {"hit": bool(hit), "similarity": float(similarity)}
+        for row, hit, similarity in list(columns)[:count]
+        if row >= 0
+    ]
 
 
 def queries_section(run: RunEvaluation) -> Section:
     """Return the worst and the best queries with their neighbors."""
-    title = metric_title(run.ranking)
     scores = run.evaluation.scores[run.ranking]
 
-    def rows(queries: Sequence[int]) -> list[tuple[Markup, list[Markup]]]:
-        shown = []
-        for query in queries:
-            about, rank = f"{title} {percent(float(scores[query]))}", run.first_positive(query)
-            if rank is not None and rank > 1:
-                about += f"; first right image at rank {spaced(rank)}"
-            row = int(run.queries[query])
-            label = bold(short(run.catalog.labels[row]))
-            cell = image(run, row, "query", label, soft(about))
-            shown.append((cell, neighbor_images(run, query)))
-        return shown
+    def rows(queries: Sequence[int]) -> list[dict[str, Any]]:
+        return [
+            {
+                **image(run, int(run.queries[query])),
+                "score": float(scores[query]),
+                "rank": run.first_positive(query),
+                "neighbors": neighbor_images(run, query),
+            }
+            for query in queries
+        ]
 
     similarity = run.neighbors.similarity
-    content = render(
+    return section(
+        "Queries",
         "queries.html",
         measure="cosine" if similarity == "cosine" else f"negative {similarity} distance",
-        metric=title,
-        worst=rows(run.worst(SHOWN_QUERIES)),
-        best=rows(run.best(SHOWN_QUERIES // 2)),
+        metric=metric_title(run.ranking),
+        worst=rows(run.extremes(SHOWN_QUERIES, best=False)),
+        best=rows(run.extremes(SHOWN_QUERIES // 2, best=True)),
     )
-    return Section("Queries", content)
 
 
 def confused_pairs(run: RunEvaluation) -> list[tuple[str, str, int, int]]:
@@ -269,56 +238,37 @@ def classes_section(run: RunEvaluation) -> Section:
     names = [str(label) for label in scored["label"]]
     queries = dict(zip(names, scored["queries"].tolist(), strict=True))
     pairs = confused_pairs(run)
-
-    def often(count: int, name: str) -> str:
-        return f"{spaced(count)} of {spaced(queries.get(name, 0))}"
-
-    confused = pairs and table(
-        f"Queries whose nearest image is of the other class: {min(len(pairs), SHOWN_CONFUSIONS)} "
-        f"of {spaced(len(pairs))} pairs of classes",
-        ["one class", "other class", "one → other", "other → one"],
-        [
-            [short(one), short(other), often(there, one), often(back, other)]
-            for one, other, there, back in pairs[:SHOWN_CONFUSIONS]
-        ],
-        "numbers pairs",
-    )
     first, by = next(iter(run.evaluation.scores)), run.ranking
-    order = np.lexsort((scored[by], scored[first]))
     shown, title = list(dict.fromkeys([first, by])), metric_title(first)
-    head = ["class", "queries", *map(metric_title, shown)]
     rows = [
-        [names[i], spaced(queries[names[i]]), *(percent(float(scored[m][i])) for m in shown)]
-        for i in order
+        (names[i], queries[names[i]], [scored[name][i] for name in shown])
+        for i in np.lexsort((scored[by], scored[first]))
     ]
     bins = np.bincount(np.minimum((scored[first] * 10).astype(int), 10), minlength=11)
     labels = [*(f"{10 * n}–{10 * n + 10}" for n in range(10)), "100"]
     bars = dict(zip(labels, map(float, bins), strict=True))
-    lowest = [[short(name), *cells] for name, *cells in rows[:SHOWN_CLASSES]]
-    content = render(
+    x_label = f"{title}, percent"
+    return section(
+        "Classes",
         "classes.html",
-        confused=confused,
+        pairs=pairs,
+        most_pairs=SHOWN_CONFUSIONS,
+        queries=queries,
         examples=[_confused_example(run, one, other) for one, other, *_ in pairs[:6]],
         metric=title,
-        chart=bar_chart(
-            f"Classes by {title}", bars, x_label=f"{title}, percent", y_label="classes"
-        ),
-        lowest=table(
-            f"The {len(lowest)} classes with the lowest {title}, in percent", head, lowest
-        ),
-        count=spaced(len(names)),
-        every=table("Every class, in percent", head, rows),
+        chart=bar_chart(f"Classes by {title}", bars, x_label=x_label, y_label="classes"),
+        head=["class", "queries", *map(metric_title, shown)],
+        rows=rows,
+        lowest=SHOWN_CLASSES,
     )
-    return Section("Classes", content)
 
 
-def _confused_example(run: RunEvaluation, one: str, other: str) -> list[Markup]:
+def _confused_example(run: RunEvaluation, one: str, other: str) -> dict[str, Any]:
     """Return the most confident error of a pair of classes: a query and its nearest image."""
     lists = run.neighbors
     errors = np.flatnonzero((lists.query_labels == one) & (lists.labels[:, 0] == other))
     query = int(errors[np.argmax(lists.similarities[errors, 0])])
-    cell = image(run, int(run.queries[query]), "query", short(one))
-    return [cell, *neighbor_images(run, query, 1)]
+    return {**image(run, int(run.queries[query])), "neighbors": neighbor_images(run, query, 1)}
 
 
 def map_section(run: RunEvaluation) -> Section:
@@ -337,7 +287,8 @@ def map_section(run: RunEvaluation) -> Section:
         # The golden angle gives neighbors in the order of names different colors.
         color = f"hsl({int(number) * 137.508 % 360:.0f} 60% {(48, 60, 40)[int(number) % 3]}%)"
         groups.append((short(catalog.class_names[number]), color, points))
-    content = render(
+    return section(
+        "Map",
         "map.html",
         count=f"{spaced(len(rows))} images of {spaced(len(groups))} classes",
         total=spaced(len(catalog)) if len(rows) < len(catalog) else "",
@@ -348,7 +299,6 @@ def map_section(run: RunEvaluation) -> Section:
         radius=5 if len(rows) <= 500 else 4,
         sprite=sprite([catalog.file(int(row)) for row in rows]),
     )
-    return Section("Map", content)
 
 
 def proxies_section(
@@ -371,22 +321,27 @@ def proxies_section(
                 for i in np.argsort(-proxies.nearest, kind="stable")[:SHOWN_CLASSES]
             ],
         )
-        charts.append(_count_chart("Distinct proxies", proxies.distinct, proxies.per_class))
+        counts = {"Distinct proxies": proxies.distinct}
         if use is not None:
-            title = "Proxies that are nearest to a training image"
-            charts.append(_count_chart(title, use.chosen, proxies.per_class))
-    values = {"epoch": epoch, "angles": angles, "proxies": proxies, "use": use, "charts": charts}
-    content = render("proxies.html", same_direction=SAME_DIRECTION, closest=closest, **values)
-    return Section("Proxies", content)
-
-
-def _count_chart(title: str, counts: npt.NDArray[Any], per_class: int) -> Markup:
-    classes = np.bincount(counts, minlength=per_class + 1)[1:]
-    bars = {str(number): float(count) for number, count in enumerate(classes, 1)}
-    return bar_chart(title, bars, x_label="proxies per class", y_label="classes")
+            counts["Proxies that are nearest to a training image"] = use.chosen
+        for title, of_class in counts.items():
+            classes = np.bincount(of_class, minlength=proxies.per_class + 1)[1:]
+            bars = {str(number): float(count) for number, count in enumerate(classes, 1)}
+            charts.append(bar_chart(title, bars, x_label="proxies per class", y_label="classes"))
+    return section(
+        "Proxies",
+        "proxies.html",
+        epoch=epoch,
+        angles=angles,
+        proxies=proxies,
+        use=use,
+        charts=charts,
+        same_direction=SAME_DIRECTION,
+        closest=closest,
+    )
 
 
 def origin_section(record: RunRecord, notes: Sequence[str]) -> Section:
     """Return recipe, versions, environment, command, seed and warnings."""
     warnings = list(dict.fromkeys([*record.results.get("notes", []), *notes]))
-    return Section("Origin", render("origin.html", record=record, notes=warnings))
+    return section("Origin", "origin.html", record=record, notes=warnings)

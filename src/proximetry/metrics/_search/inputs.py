@@ -59,32 +59,15 @@ def as_vectors(
             )
         return codes
     vectors = as_embeddings(values, name, allow_empty=allow_empty)
-    if similarity != "cosine" and vectors.dtype == torch.float64 and len(vectors):
-        limits = torch.finfo(torch.float64)  # the squares of float32 fit in float64
-        _, longest = bounds_of_lengths(vectors)
+    if similarity != "cosine" and len(vectors):
+        limits = torch.finfo(vectors.dtype)
+        longest = float(torch.stack(vectors.aminmax()).abs().max()) * math.sqrt(vectors.shape[1])
         if longest > math.sqrt(limits.max) / 2 or 0 < longest < math.sqrt(limits.tiny / limits.eps):
             raise ValueError(
                 f"the vectors of {name} have lengths up to {longest:.3g}, whose squares overflow "
                 f"or underflow {vectors.dtype}; rescale them"
             )
     return vectors
-
-
-def bounds_of_lengths(vectors: Tensor) -> tuple[float, float]:
-    """Return bounds of the lengths of nonzero vectors, (inf, 0) if there are none.
-
-    They are computed from the largest entries, so squares need not be representable.
-    """
-    entries = torch.linalg.vector_norm(vectors, torch.inf, dim=1)
-    ends = torch.stack([entries.masked_fill(entries == 0, torch.inf).amin(), entries.amax()])
-    shortest, longest = ends.tolist()
-    return shortest, longest * math.sqrt(vectors.shape[1])
-
-
-def fit_float32(shortest: float, longest: float) -> bool:
-    """Return whether float32 holds the products of vectors of such lengths."""
-    limits = torch.finfo(torch.float32)
-    return 4 * longest * longest <= limits.max and shortest * shortest >= limits.tiny / limits.eps
 
 
 def as_embeddings(
@@ -155,19 +138,6 @@ def middle(matrix: Tensor) -> Tensor:
     Unlike a mean it is robust, and integers stay exact when it is subtracted.
     """
     return matrix[:: max(1, len(matrix) // _SAMPLE)].median(0).values
-
-
-def power_of_two(largest: float) -> float:
-    """Return a scale that rounds nothing and prevents under- and overflow of squares."""
-    return 2.0 ** min(math.ceil(math.log2(largest)), 1023) if largest > 0 else 1.0
-
-
-def move(matrix: Tensor, origin: Tensor, unit: float) -> Tensor:
-    """Return ``(matrix − origin) / unit``."""
-    result = torch.empty_like(matrix, memory_format=torch.contiguous_format)
-    for rows in chunks(len(matrix), ROWS):
-        result[rows] = matrix[rows].double() / unit - origin.double() / unit
-    return result
 
 
 def encode(*arrays: npt.NDArray[Any]) -> tuple[list[IntArray], npt.NDArray[Any]]:

@@ -123,7 +123,10 @@ def search_symmetric(
         yield from pool.map(start, tiles)  # all of them, before any pair
         yield from pool.map(visit, pairs)
 
-    with _thread_pool() as pool:
+    # Scanning a tile runs mostly on one core: several tiles at a time keep all cores busy.
+    threads = torch.get_num_threads()
+    workers = min(threads, THREADS)
+    with torch_pool(workers, threads // workers) as pool:
         for done, _ in enumerate(steps(pool), 1):
             if progress is not None:
                 progress(done, len(tiles) + len(pairs))
@@ -153,16 +156,6 @@ def _copies_by_tile(
         here = (later >= at.start) & (later < at.stop)
         by_tile[at.start] = later[here] - at.start, first[here] - at.start
     return by_tile
-
-
-def _thread_pool() -> ThreadPoolExecutor:
-    """A few threads that share the cores.
-
-    Scanning a tile runs mostly on one core: several tiles at a time keep all cores busy.
-    """
-    threads = torch.get_num_threads()
-    workers = min(threads, THREADS)
-    return torch_pool(workers, threads // workers)
 
 
 def _finish(task: Task, state: _State, with_ranks: bool) -> Block:

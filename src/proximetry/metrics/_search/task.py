@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,13 +18,9 @@ from proximetry.metrics._search.inputs import (
     ROWS,
     Embeddings,
     as_vectors,
-    bounds_of_lengths,
     encode,
-    fit_float32,
     middle,
-    move,
     normalize,
-    power_of_two,
 )
 
 
@@ -81,11 +77,13 @@ class Task:
         codes = self.gallery_codes
         return connected_components(len(self.classes), codes[later], codes[first])[codes]
 
-    def subset(self, rows: slice, queries: Tensor) -> Task:
-        """Return the task for some of the queries, given their vectors."""
+    def subset(self, rows: slice) -> Task:
+        """Return the task for some queries, whose vectors are those of the task or gallery rows."""
+        if rows == slice(None):
+            return self
         return replace(
             self,
-            queries=queries,
+            queries=self.queries if self.self_index is None else self.gallery[rows],
             query_codes=self.query_codes[rows],
             self_index=None if self.self_index is None else self.self_index[rows],
             query_groups=None if self.query_groups is None else self.query_groups[rows],
@@ -147,66 +145,60 @@ def connected_components(count: int, one: Tensor, two: Tensor) -> Tensor:
 RawInputs = tuple[Embeddings | None, Labels | None, Labels | None]
 """Vectors, labels and groups as passed by the caller."""
 
+_NAMES = (
+    ("embeddings", "labels", "ignore_groups"),
+    ("queries", "query_labels", "query_ignore_groups"),
+)
+
 
 def check_inputs(
     similarity: Similarity,
-    gallery: RawInputs,
-    queries: RawInputs,
+    first: RawInputs,
+    second: RawInputs,
     *,
+    names: tuple[tuple[str, str, str], ...] = _NAMES,
     allow_empty: bool = False,
     allow_unlabeled: bool = False,
 ) -> list[Items]:
-    """Return the validated gallery, and the queries if any; ranks without a share may be empty."""
+    """Return the validated sets, by default a gallery and queries; the second is optional.
 
-    def items(raw: RawInputs, names: tuple[str, str, str]) -> Items:
-        vectors = as_vectors(raw[0], similarity, names[0], allow_empty=allow_empty)
-        unlabeled = raw[1] is None and allow_unlabeled  # every item is then a class
-        return Items(
-            vectors,
-            as_labels(range(len(vectors)) if unlabeled else raw[1], len(vectors), names[1]),
-            None if raw[2] is None else as_labels(raw[2], len(vectors), names[2]),
-        )
-
-    checked = items(gallery, ("embeddings", "labels", "ignore_groups"))
-    names = ("queries", "query_labels", "query_ignore_groups")
-    if queries[0] is None:
-        for name, value in zip(names, queries, strict=True):
-            if value is not None:
-                raise ValueError(f"{name} is given but queries is not; give both or neither")
-        return [checked]
-    for column, pair in (
-        (1, "labels and query_labels"),
-        (2, "ignore_groups and query_ignore_groups"),
-    ):
-        if (gallery[column] is None) != (queries[column] is None):
-            raise ValueError(f"give {pair} together, or neither")
-    checked_queries = items(queries, names)
-    one, two = checked.vectors, checked_queries.vectors
-    for what, first, second in (
+    With ``allow_unlabeled`` every item is a class if there are no labels.
+    """
+    for one, two, name, other in zip(first, second, *names, strict=True):
+        if second[0] is None and two is not None:
+            raise ValueError(f"{other} is given but {names[1][0]} is not; give both or neither")
+        if second[0] is not None and (one is None) != (two is None):
+            raise ValueError(f"give {name} and {other} together, or neither")
+    inputs, sets = [first] if second[0] is None else [first, second], []
+    for raw, (vectors_name, labels_name, groups_name) in zip(inputs, names, strict=False):
+        vectors = as_vectors(raw[0], similarity, vectors_name, allow_empty=allow_empty)
+        labels = range(len(vectors)) if raw[1] is None and allow_unlabeled else raw[1]
+        groups = None if raw[2] is None else as_labels(raw[2], len(vectors), groups_name)
+        sets.append(Items(vectors, as_labels(labels, len(vectors), labels_name), groups))
+    one, two = sets[0].vectors, sets[-1].vectors
+    for what, mine, theirs in (
         ("dimensions", one.shape[1], two.shape[1]),
         ("devices", one.device, two.device),
         ("types", one.dtype, two.dtype),
     ):
-        if first != second:
-            raise ValueError(f"embeddings and queries have different {what}: {first} and {second}")
-    return [checked, checked_queries]
+        if mine != theirs:
+            raise ValueError(
+                f"{names[0][0]} and {names[1][0]} have different {what}: {mine} and {theirs}"
+            )
+    return sets
 
 
-def build_task(
-    sets: list[Items], similarity: Similarity, *, on_any: Callable[[bool], bool] = bool
-) -> Task:
-    """Return the search of every query in the gallery; without queries, of every gallery item.
-
-    ``on_any`` returns whether a condition holds on any process, if queries are distributed.
-    """
-    device, unit = sets[0].vectors.device, 1.0
+def build_task(sets: list[Items], similarity: Similarity) -> Task:
+    """Return the search of every query in the gallery; without queries, of every gallery item."""
+    device = sets[0].vectors.device
+    vectors = [items.vectors for items in sets]
     if similarity == "euclidean":
-        sets, unit = _around_origin(sets)
-    if similarity in ("dot", "euclidean") and on_any(_needs_float64(sets, unit)):
-        sets = [replace(items, vectors=items.vectors.double()) for items in sets]
+        # An offset would cost digits. All processes have the gallery, and with it the origin.
+        origin = middle(vectors[0])
+        vectors = [rows - origin for rows in vectors]
     numbers, classes = encode(*(items.labels for items in sets))
     codes = [torch.from_numpy(part).to(device) for part in numbers]
-    task = Task(sets[-1].vectors, sets[0].vectors, codes[-1], codes[0], classes, similarity)
+    task = Task(vectors[-1], vectors[0], codes[-1], codes[0], classes, similarity)
     if len(sets) == 1:
         task = replace(task, self_index=torch.arange(len(sets[0]), device=device))
     named = [items.groups for items in sets if items.groups is not None]
@@ -214,25 +206,6 @@ def build_task(
         groups = [torch.from_numpy(part).to(device) for part in encode(*named)[0]]
         task = replace(task, query_groups=groups[-1], gallery_groups=groups[0])
     return task
-
-
-def _around_origin(sets: list[Items]) -> tuple[list[Items], float]:
-    """Center and scale gallery and queries, so that an offset costs no digits; return the unit.
-
-    The origin comes from the gallery, which all processes have. A unit is a power of two, which
-    rounds nothing, so it may differ between processes.
-    """
-    origin = middle(sets[0].vectors)
-    ends = [torch.stack(items.vectors.aminmax()).abs().max() for items in sets if len(items)]
-    unit = power_of_two(float(max(ends)))
-    return [replace(items, vectors=move(items.vectors, origin, unit)) for items in sets], unit
-
-
-def _needs_float64(sets: list[Items], unit: float) -> bool:
-    """Return whether products of these vectors, or distances in this unit, exceed float32."""
-    bounds = [bounds_of_lengths(items.vectors) for items in sets if len(items)]
-    shortest, longest = min(low for low, _ in bounds), max(high for _, high in bounds)
-    return not fit_float32(shortest, longest) or 4 * longest * unit > torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
