@@ -16,6 +16,7 @@ from proximetry.cli.output import (
     AsJson,
     BadImages,
     BatchSize,
+    Device,
     TableColumns,
     check_out,
     print_result,
@@ -39,7 +40,7 @@ def embed(
     flip: Annotated[bool, Parameter(negative=())] = False,
     bad_images: BadImages = "error",
     columns: TableColumns = None,
-    device: str | None = None,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Embed images and write the embeddings to a file.
@@ -53,20 +54,17 @@ def embed(
         out: file to write. .npz holds the arrays vectors, paths and, if the images come from
             class folders or a table, labels; .npy the vectors, with paths and labels in a file
             beside it, v.npy.json for v.npy; .parquet the columns path, label and vector.
-        batch_size: images per forward pass.
         flip: append the embedding of the flipped image.
-        device: cpu or cuda; default: cuda if there is a GPU.
     """
     from proximetry.data.vectors import SUFFIXES, rows_file
 
-    if out.suffix not in SUFFIXES:
-        raise UsageError(f"--out {out} must end in {', '.join(SUFFIXES)}")
+    check_out(out, SUFFIXES, images)
     if out.suffix == ".parquet":
         need("pyarrow", "images", "Writing Parquet")
     written = [out, rows_file(out)] if out.suffix == ".npy" else [out]
     skip, skipped_file = bad_images == "skip", out.with_name(f"{out.name}.skipped.json")
-    for file in [*written, skipped_file] if skip else written:
-        check_out(file, images)
+    for file in [*written[1:], *([skipped_file] if skip else [])]:
+        check_out(file, [".json"], images)
     files, notes = find_images(images, columns, allow_missing=skip)
     if not files:
         raise UsageError(f"no images in {', '.join(images) or 'the arguments'}")

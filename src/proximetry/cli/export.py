@@ -5,7 +5,6 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from proximetry._util.errors import UsageError
 from proximetry.cli.inputs import load_embedder
 from proximetry.cli.output import check_out, echo
 
@@ -18,9 +17,7 @@ def export(embedder: Path, out: Path, *, opset: int = 18) -> None:
         out: the .onnx file to write.
         opset: version of the ONNX operators.
     """
-    if out.suffix != ".onnx":
-        raise UsageError(f"{out} must end in .onnx")
-    check_out(out)
+    check_out(out, [".onnx"], option="OUT")
     model = load_embedder(embedder, "cpu")
     model.export_onnx(out, opset=opset)
     inputs = str(model.preprocessing)

@@ -14,7 +14,7 @@ from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
 from proximetry._util.errors import UsageError, printable
-from proximetry._util.files import check_writable
+from proximetry._util.files import atomic_write, check_writable
 from proximetry._util.types import Progress
 from proximetry.models.names import LARGEST_BATCH
 
@@ -30,7 +30,19 @@ def read_integer(kind: Any, tokens: tuple[Token, ...]) -> int:
 
 
 BatchSize = Annotated[
-    int, Parameter(validator=Number(gte=1, lte=LARGEST_BATCH), converter=read_integer)
+    int,
+    Parameter(
+        validator=Number(gte=1, lte=LARGEST_BATCH),
+        converter=read_integer,
+        help="images per forward pass.",
+    ),
+]
+Device = Annotated[
+    str | None, Parameter(help="cpu, cuda or cuda:1; default: cuda if there is a GPU.")
+]
+Document = Annotated[
+    Path | None,
+    Parameter(help="also write the JSON document to this file, which ends in .json."),
 ]
 
 # Also by the names of the recipe's keys, so that every command takes the options of `train`.
@@ -82,20 +94,20 @@ def skip_hint() -> Iterator[None]:
         raise ValueError(f"{cause}; --bad-images skip skips such images") from error
 
 
-def check_out(out: Path, sources: Sequence[str | PathLike[str]] = ()) -> None:
-    """Reject an output file that cannot be written or is an input."""
-    check_writable(out)
-    if out.exists() and any(Path(source).exists() and out.samefile(source) for source in sources):
-        raise UsageError(f"--out is an input of this command: {out}. Choose another file.")
-
-
-def check_document(out: Path | None, sources: Sequence[str | PathLike[str]]) -> None:
-    """Reject a file that the JSON document cannot be written to."""
+def check_out(
+    out: Path | None,
+    suffixes: Sequence[str],
+    sources: Sequence[str | PathLike[str]] = (),
+    option: str = "--out",
+) -> None:
+    """Reject an output file of another format, that cannot be written, or that is an input."""
     if out is None:
         return
-    if out.suffix.lower() != ".json":
-        raise UsageError(f"--out {out} must end in .json, for the document that --json prints")
-    check_out(out, sources)
+    if out.suffix not in suffixes:
+        raise UsageError(f"{option} {out} must end in {', '.join(suffixes)}")
+    check_writable(out)
+    if out.exists() and any(Path(source).exists() and out.samefile(source) for source in sources):
+        raise UsageError(f"{option} is an input of this command: {out}. Choose another file.")
 
 
 def echo(text: str, *, to_stderr: bool = False) -> None:
@@ -103,9 +115,12 @@ def echo(text: str, *, to_stderr: bool = False) -> None:
     print(printable(text), file=sys.stderr if to_stderr else None, flush=True)
 
 
-def print_result(as_json: bool, document: Any, text: str) -> None:
-    """Print the document as JSON, or the text."""
-    echo(json.dumps(document, indent=2) if as_json else text)
+def print_result(as_json: bool, document: Any, text: str, out: Path | None = None) -> None:
+    """Print the document as JSON, or the text; also write the document to ``out``, if any."""
+    content = json.dumps(document, indent=2)
+    if out is not None:
+        atomic_write(out, content.encode())
+    echo(content if as_json else text)
 
 
 @contextmanager

@@ -11,12 +11,13 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from proximetry._util.errors import UsageError, first_few, shorten, some, spaced
-from proximetry._util.files import check_writable
 from proximetry.cli.output import (
     AsJson,
     BadImages,
     BatchSize,
+    Device,
     TableColumns,
+    check_out,
     print_result,
     progress_bar,
     skip_hint,
@@ -38,7 +39,7 @@ def index(
     batch_size: BatchSize = 64,
     bad_images: BadImages = "error",
     columns: TableColumns = None,
-    device: str | None = None,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Embed images and build a gallery of them, or add the new ones to a gallery.
@@ -53,8 +54,6 @@ def index(
             milvus:file.db for a local file.
         index: Flat searches exactly, HNSW32, IVF1024,PQ64 and other factory strings of faiss
             approximately, BFlat by binary codes; default: auto, which chooses by size.
-        batch_size: images per forward pass.
-        device: cpu or cuda; default: cuda if there is a GPU.
     """
     from proximetry.cli.inputs import check_there, processes
 
@@ -243,7 +242,7 @@ def search(
     for query in queries:
         if (query / MANIFEST).exists():
             raise UsageError(f"{query} is a gallery. Use proximetry search IMAGE --gallery {query}")
-    _check_sheet(sheet, (".html", ".png"))
+    check_out(sheet, [".html", ".png"], queries, "--sheet")
     for query in queries:  # before torch is imported
         check_there(Path(split_shard_path(str(query))[0]))
     opened, conditions = _open(gallery, model), parse_conditions(where)
@@ -281,13 +280,6 @@ def search(
         ],
     }
     print_result(as_json, document, text)
-
-
-def _check_sheet(sheet: Path | None, suffixes: Sequence[str]) -> None:
-    if sheet is not None:
-        if sheet.suffix not in suffixes:
-            raise UsageError(f"--sheet {sheet} must end in {' or '.join(suffixes)}")
-        check_writable(sheet)
 
 
 def _score(result: "SearchResult", row: int, rank: int) -> dict[str, float]:
@@ -339,7 +331,7 @@ def duplicates(
             measured with altered copies of some of the images.
         sheet: also write the groups as a self-contained .html page.
     """
-    _check_sheet(sheet, (".html",))
+    check_out(sheet, [".html"], option="--sheet")
     opened = _open(gallery, None)
     with progress_bar("comparing") as progress:
         result = opened.duplicates(threshold, progress=progress)
