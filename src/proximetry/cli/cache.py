@@ -5,13 +5,12 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any
 
 from proximetry._util.errors import UsageError, readable_size, some, spaced
 from proximetry._util.files import cache_folder
-from proximetry.cli.output import AsJson, print_result
+from proximetry.cli.options import AsJson, Flag
+from proximetry.cli.output import print_result
 
 if TYPE_CHECKING:
     from proximetry.data.cache import CacheEntry
@@ -52,7 +51,7 @@ def clean(
     *names: str,
     unused_for: str | None = None,
     keep: str | None = None,
-    dry_run: Annotated[bool, Parameter(negative=())] = False,
+    dry_run: Flag = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove caches, and interrupted ones in any case; they are built again when needed.

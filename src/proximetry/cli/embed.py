@@ -4,25 +4,14 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any
 
 from proximetry._util.errors import UsageError, first_few, need
 from proximetry._util.files import atomic_write
 from proximetry._util.types import Progress
 from proximetry.cli.inputs import Image, find_images, load_embedder, processes
-from proximetry.cli.output import (
-    AsJson,
-    BadImages,
-    BatchSize,
-    Device,
-    TableColumns,
-    check_out,
-    print_result,
-    progress_bar,
-    skip_hint,
-)
+from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Flag, TableColumns
+from proximetry.cli.output import check_out, print_result, progress_bar, skip_hint
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +26,7 @@ def embed(
     *images: str,
     out: Path = Path("vectors.npz"),
     batch_size: BatchSize = 64,
-    flip: Annotated[bool, Parameter(negative=())] = False,
+    flip: Flag = False,
     bad_images: BadImages = "error",
     columns: TableColumns = None,
     device: Device = None,

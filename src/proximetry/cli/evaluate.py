@@ -11,18 +11,16 @@ from cyclopts.validators import Number
 
 from proximetry._util.errors import UsageError, first_few, some
 from proximetry.cli.inputs import load_embedder, open_images
-from proximetry.cli.output import (
+from proximetry.cli.options import (
     AsJson,
     BadImages,
     BatchSize,
     Device,
     Document,
+    Flag,
     TableColumns,
-    check_out,
-    print_result,
-    progress_bar,
-    skip_hint,
 )
+from proximetry.cli.output import check_out, print_result, progress_bar, skip_hint
 from proximetry.cli.search import LARGEST_K
 from proximetry.cli.train import key_options
 from proximetry.metrics.scores import Metrics
@@ -46,11 +44,11 @@ def evaluate(
     eval_dims: Annotated[
         tuple[int, ...] | None, Parameter(validator=Number(gte=1, lte=LARGEST_DIM))
     ] = None,
-    per_class: Annotated[bool, Parameter(negative=())] = False,
+    per_class: Flag = False,
     confusions: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
-    binary: Annotated[bool, Parameter(negative=())] = False,
+    binary: Flag = False,
     expand: Annotated[int, Parameter(validator=Number(gte=0, lte=LARGEST_K))] = 0,
-    rerank: Annotated[bool, Parameter(negative=())] = False,
+    rerank: Flag = False,
     batch_size: Annotated[
         BatchSize | None,
         Parameter(help="images per forward pass; default: as in the evaluation of the run."),

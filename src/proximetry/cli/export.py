@@ -1,11 +1,9 @@
 """`proximetry export` and `proximetry push`: embedders for other programs and people."""
 
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter
 
 from proximetry.cli.inputs import load_embedder
+from proximetry.cli.options import Flag
 from proximetry.cli.output import check_out, echo
 
 
@@ -32,7 +30,7 @@ def push(
     repo: str,
     *,
     license: str | None = None,
-    private: Annotated[bool, Parameter(negative=())] = False,
+    private: Flag = False,
 ) -> None:
     """Upload an embedder, with a model card, to a repository of the Hugging Face Hub.
 

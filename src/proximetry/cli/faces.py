@@ -9,17 +9,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from proximetry.cli.inputs import processes
-from proximetry.cli.output import (
-    AsJson,
-    BadImages,
-    BatchSize,
-    Device,
-    Document,
-    check_out,
-    echo,
-    print_result,
-    progress_bar,
-)
+from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Document
+from proximetry.cli.output import check_out, echo, print_result, progress_bar
 from proximetry.faces import Keep, Size
 
 ABOUT = "Align faces, and test face embedders by the protocols of LFW, YTF and MegaFace."

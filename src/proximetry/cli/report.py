@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from proximetry._util.errors import UsageError
-from proximetry.cli.output import TableColumns, check_out, echo, progress_steps
+from proximetry.cli.options import TableColumns
+from proximetry.cli.output import check_out, echo, progress_steps
 
 
 def report(

@@ -11,17 +11,8 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from proximetry._util.errors import UsageError, first_few, shorten, some, spaced
-from proximetry.cli.output import (
-    AsJson,
-    BadImages,
-    BatchSize,
-    Device,
-    TableColumns,
-    check_out,
-    print_result,
-    progress_bar,
-    skip_hint,
-)
+from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Flag, TableColumns
+from proximetry.cli.output import check_out, print_result, progress_bar, skip_hint
 
 if TYPE_CHECKING:
     from proximetry.search import Gallery, SearchResult
@@ -215,7 +206,7 @@ def search(
         tuple[str, ...], Parameter(metavar="COLUMN=VALUE", consume_multiple=False)
     ] = (),
     expand: Annotated[int, Parameter(validator=Number(gte=0, lte=LARGEST_K))] = 0,
-    rerank: Annotated[bool, Parameter(negative=())] = False,
+    rerank: Flag = False,
     sheet: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
