@@ -299,85 +299,30 @@ def test_failing_runs_are_reported_and_do_not_stop_the_others(data, cache, tmp_p
         (130, "stopped after step 3", "^stopped after step 3$"),
         (1, "one\nno such folder\n\n", "^no such folder$"),
         (1, "", "code 1"),
-        (1, "RuntimeError: CUDA error: out of memory", "too little memory on cpu"),
+        (1, "RuntimeError: CUDA error: out of memory", "memory on cpu; use a smaller --parallel"),
     ],
 )
 def test_reason_of_a_failed_process(cache, tmp_path, code, log, message):
     run = runner.plan(make_table(cache), ReproduceOptions())[0]
-    job = runner.Job(run, tmp_path, "cpu")
+    job = runner.Job(run, tmp_path, "cpu", parallel=2)
     job.log.write_text(log)
     with pytest.raises(ReproduceError, match=message):
         raise runner._failure(job, code)
 
 
-class Crowd:
-    """Runs that end in the order of their start, where ``room`` fit into memory at a time.
-
-    Attributes:
-        too_large: slugs of rows that do not even fit alone.
-        sizes: number of running processes after each start that fit.
-    """
-
-    def __init__(self, room, too_large=(), code=1):
-        self.room, self.too_large, self.code = room, too_large, code
-        self.running, self.sizes = [], []
-
-    def start(self, job):
-        if len(self.running) >= self.room or job.run.row.slug in self.too_large:
-            job.log.write_text("proximetry: not enough memory on cuda:0")
-            return Ended(self.code)
-        self.running.append(job)
-        self.sizes.append(len(self.running))
-        return InTurn(self, job)
-
-
-class InTurn:
-    def __init__(self, crowd, job):
-        self.crowd, self.job = crowd, job
-
-    def poll(self):
-        return 0 if self.crowd.running[0] is self.job else None
-
-    def wait(self):
-        self.crowd.running.remove(self.job)
-        return train_here(self.job).wait()
-
-    def terminate(self):
-        raise AssertionError
-
-
-@pytest.mark.parametrize(("room", "code"), [(2, 1), (1, -9)])
-def test_run_out_of_memory_is_repeated_separately(cache, data, tmp_path, room, code):
-    lines, crowd = [], Crowd(room, code=code)
-    table = make_table(cache, selection=False)
-    home = run_table(table, data, tmp_path, lines.append, crowd.start, parallel=4, seeds=(0, 1))
-    assert len(read_records(home)) == 4
-    assert max(crowd.sizes) == room
-    assert any("run again separately" in line for line in lines)
-    assert lines[-1].endswith("0 left")
-
-
-def test_row_that_never_fits_fails(cache, data, tmp_path):
-    crowd = Crowd(4, ["mpa-k-2"])
-    table = make_table(cache, selection=False)
-    with pytest.raises(ReproduceError, match=r"2 of 4 runs failed.*too little memory"):
-        run_table(table, data, tmp_path, start=crowd.start, parallel=4, seeds=(0, 1))
-    assert len(read_records(tmp_path / "small")) == 2
-
-
 @pytest.mark.parametrize(
-    ("parallel", "given", "policy"),
+    ("parallel", "variables", "policy"),
     [
         (1, {}, "as it was"),
         (2, {}, "PASSIVE"),
-        (2, {"GOMP_SPINCOUNT": "9"}, "as it was"),
         (2, {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
     ],
 )
-def test_omp_wait_policy_of_concurrent_runs(cache, tmp_path, monkeypatch, parallel, given, policy):
-    for key in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.delenv(key, raising=False)
-    for key, value in given.items():
+def test_omp_wait_policy_of_concurrent_runs(
+    cache, tmp_path, monkeypatch, parallel, variables, policy
+):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for key, value in variables.items():
         monkeypatch.setenv(key, value)
     run = runner.plan(make_table(cache), ReproduceOptions())[0]
     job = runner.Job(run, tmp_path, "cpu", parallel)
