@@ -79,6 +79,11 @@ def spaced(number: int) -> str:
     return f"{number:,}".replace(",", " ")
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a number of things: 1 image, 2 images."""
+    return f"{spaced(number)} {noun}" if number == 1 else f"{spaced(number)} {noun}s"
+
+
 def readable_size(count: float) -> str:
     """Format a number of bytes: 4.1 GB, 154 MB."""
     for unit in ("bytes", "kB", "MB"):
