@@ -39,7 +39,7 @@ def check_out(
     if out is None:
         return
     if out.suffix not in suffixes:
-        raise UsageError(f"{option} {out} must end in {', '.join(suffixes)}")
+        raise UsageError(f"{option} {out} must end in {' or '.join(suffixes)}")
     check_writable(out)
     if out.exists() and any(Path(source).exists() and out.samefile(source) for source in sources):
         raise UsageError(f"{option} is an input of this command: {out}. Choose another file.")

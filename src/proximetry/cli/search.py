@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from proximetry._util.errors import UsageError, first_few, shorten, some, spaced
+from proximetry._util.errors import UsageError, counted, first_few, shorten, some, spaced
 from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Flag, TableColumns
 from proximetry.cli.output import check_out, print_result, progress_bar, skip_hint
 
@@ -242,62 +242,55 @@ def search(
             list(queries), k, where=conditions, expand=expand, rerank=rerank, progress=progress
         )
     names = [str(query) for query in queries]
-    text = "\n\n".join(_table(name, result, row) for row, name in enumerate(names))
+    columns = {name: result.column(name) for name in result.columns}
+    found = [(name, _found(result, columns, row)) for row, name in enumerate(names)]
+    tables = [_table(name, images, result.similarity) for name, images in found]
     if sheet is not None:
         from proximetry.search import contact_sheet
 
         contact_sheet(sheet, names, result)
-        text += f"\n\ncontact sheet: {sheet}"
-    columns = {name: result.column(name) for name in result.columns}
+        tables.append(f"contact sheet: {sheet}")
     document = {
         "gallery": gallery,
         "images": len(opened),
         "similarity": result.similarity,
-        "queries": [
-            {
-                "query": name,
-                "found": [
-                    {
-                        "id": int(result.ids[row, rank]),
-                        "similarity": round(float(result.similarities[row, rank]), 6),
-                        **_score(result, row, rank),
-                        **{column: values[row, rank] for column, values in columns.items()},
-                    }
-                    for rank in range(result.k)
-                    if result.ids[row, rank] >= 0
-                ],
-            }
-            for row, name in enumerate(names)
-        ],
+        "queries": [{"query": name, "found": images} for name, images in found],
     }
-    print_result(as_json, document, text)
+    print_result(as_json, document, "\n\n".join(tables))
 
 
-def _score(result: "SearchResult", row: int, rank: int) -> dict[str, float]:
-    """Return the value that determines the order, if it is not the similarity."""
-    return {} if result.scores is None else {"score": round(float(result.scores[row, rank]), 6)}
-
-
-def _table(name: str, result: "SearchResult", row: int) -> str:
-    """Return the results of one query, one per line."""
-    cosine = result.similarity == "cosine"
-    labels = [label or "" for label in result.labels[row]]
-    width = min(24, max([len("class"), *map(len, labels)])) if any(labels) else 0
-    lines = []
-    for rank in range(result.k):
-        if result.ids[row, rank] < 0:
+def _found(result: "SearchResult", columns: Mapping[str, Any], row: int) -> list[dict[str, Any]]:
+    """Return the results of one query, with the score that orders them, if it is another value."""
+    images = []
+    for rank, image in enumerate(result.ids[row]):
+        if image < 0:
             break
-        near = float(result.similarities[row, rank]) * (1 if cosine else -1)
-        label = f"{shorten(labels[rank], width):{width}}  " if width else ""
-        score = "".join(f"{value:8.4f}  " for value in _score(result, row, rank).values())
-        image = _relative(result.paths[row, rank])
-        lines.append(f"  {rank + 1:>4}  {near:8.4f}  {score}{label}{image}")
-    if not lines:
+        near = round(float(result.similarities[row, rank]), 6)
+        score = {}
+        if result.scores is not None:
+            score["score"] = round(float(result.scores[row, rank]), 6)
+        values = {name: column[row, rank] for name, column in columns.items()}
+        images.append({"id": int(image), "similarity": near, **score, **values})
+    return images
+
+
+def _table(name: str, images: Sequence[Mapping[str, Any]], similarity: str) -> str:
+    """Return the results of one query, one per line."""
+    if not images:
         return f"{name}\n  no results"
-    header = f"  {'':>4}  {'cosine' if cosine else 'distance':>8}  "
-    header += "" if result.scores is None else f"{'score':>8}  "
+    labels = [image["label"] or "" for image in images]
+    width = min(24, max([len("class"), *map(len, labels)])) if any(labels) else 0
+    heading, sign = ("cosine", 1) if similarity == "cosine" else ("distance", -1)
+    header = f"  {'':>4}  {heading:>8}  "
+    header += f"{'score':>8}  " if "score" in images[0] else ""
     header += f"{'class':{width}}  " if width else ""
-    return "\n".join([name, f"{header}image", *lines])
+    lines = [name, f"{header}image"]
+    for rank, (image, label) in enumerate(zip(images, labels, strict=True), 1):
+        line = f"  {rank:>4}  {sign * image['similarity']:8.4f}  "
+        line += f"{image['score']:8.4f}  " if "score" in image else ""
+        line += f"{shorten(label, width):{width}}  " if width else ""
+        lines.append(line + _relative(image["path"]))
+    return "\n".join(lines)
 
 
 def _relative(path: str | None) -> str:
@@ -351,14 +344,12 @@ def duplicates(
         cosine = opened.similarity == "cosine"
         limit = f"cosine {near:.4f} or larger" if cosine else f"distance {-near:.4f} or smaller"
         lines += [f"{len(group)} images, {limit}", *(f"  {_relative(path)}" for path in paths)]
-    count, members = len(groups), sum(map(len, groups))
-    plural = "" if count == 1 else "s"
-    total = f"{spaced(members)} of {spaced(len(opened))} images"
-    lines.append(f"{spaced(count)} group{plural}, {total}")
+    members = f"{spaced(sum(map(len, groups)))} of {spaced(len(opened))} images"
+    lines.append(f"{counted(len(groups), 'group')}, {members}")
     if sheet is not None:
         from proximetry.search.sheet import group_sheet
 
         shown = group_sheet(sheet, groups)
-        part = "" if shown == count else f" of the first {spaced(shown)} groups"
+        part = "" if shown == len(groups) else f" of the first {spaced(shown)} groups"
         lines.append(f"contact sheet{part}: {sheet}")
     print_result(as_json, document, "\n".join(lines))

@@ -28,32 +28,8 @@ def make_rows(
     rerank: bool,
 ) -> list[Row]:
     """Return a row for each search method, the plain one first; nothing if there is no other."""
-    if not (binary or expand or rerank):
-        return []
     near, count = compared["similarity"], candidates(FEWEST)
-    options: Any = {**compared, "metrics": metrics.of_lists(), "progress": progress}
-    rows = [_row(f"vectors, {near}", f"float32 vectors, {near}, exact", plain, compared)]
-
-    def add(name: str, protocol: str, evaluation: Evaluation) -> None:
-        rows.append(_row(name, protocol, evaluation, compared))
-
-    if binary:
-        signs = "sign of each dimension (bit 1 if positive), nothing fitted to these images"
-        add(
-            "binary codes, Hamming distance",
-            f"{signs}; Hamming distance, exact, equal distances by index",
-            evaluate(**options, binary=True),
-        )
-        add(
-            f"binary codes, {count} re-ranked",
-            f"{signs}; the {count} nearest by Hamming distance ordered by the {near} of their "
-            "vectors, all others behind them",
-            evaluate(**options, binary=True, candidates=count),
-        )
-        dim = compared["embeddings"].shape[1]
-        vector, code = 4 * dim, -(-dim // 8)
-        for row, size in zip(rows, (vector, code, vector + code), strict=True):
-            row["bytes_per_image"] = size
+    signs = "sign of each dimension (bit 1 if positive), nothing fitted to these images"
     expansion = (
         f"query expansion with {expand} neighbors (α = {ALPHA:g}), without the query, then "
         "exact search"
@@ -62,15 +38,36 @@ def make_rows(
         f"the {RERANKED} nearest images ordered by k-reciprocal distance (k1 = {K1}, k2 = {K2}, "
         f"λ = {WEIGHT}) among these and the query, all others behind them"
     )
+    # Name, protocol and arguments of `evaluate`.
+    methods: list[tuple[str, str, dict[str, Any]]] = []
+    if binary:
+        hamming = f"{signs}; Hamming distance, exact, equal distances by index"
+        ordered = (
+            f"{signs}; the {count} nearest by Hamming distance ordered by the {near} of their "
+            "vectors, all others behind them"
+        )
+        methods.append(("binary codes, Hamming distance", hamming, {"binary": True}))
+        both = {"binary": True, "candidates": count}
+        methods.append((f"binary codes, {count} re-ranked", ordered, both))
     if expand:
-        name = f"query expansion (α-QE, n = {expand})"
-        add(name, expansion, evaluate(**options, expand=expand))
+        methods.append((f"query expansion (α-QE, n = {expand})", expansion, {"expand": expand}))
     if rerank:
         name = f"k-reciprocal re-ranking ({K1}, {K2}, {WEIGHT})"
-        add(name, reranking, evaluate(**options, rerank=True))
+        methods.append((name, reranking, {"rerank": True}))
     if expand and rerank:
-        both = evaluate(**options, expand=expand, rerank=True)
-        add("expansion, then re-ranking", f"{expansion}; then {reranking}", both)
+        both = {"expand": expand, "rerank": True}
+        methods.append(("expansion, then re-ranking", f"{expansion}; then {reranking}", both))
+    if not methods:
+        return []
+    options: Any = {**compared, "metrics": metrics.of_lists(), "progress": progress}
+    rows = [_row(f"vectors, {near}", f"float32 vectors, {near}, exact", plain, compared)]
+    for name, protocol, arguments in methods:
+        rows.append(_row(name, protocol, evaluate(**options, **arguments), compared))
+    if binary:
+        dim = compared["embeddings"].shape[1]
+        vector, code = 4 * dim, -(-dim // 8)
+        for row, size in zip(rows, (vector, code, vector + code), strict=False):
+            row["bytes_per_image"] = size
     return rows
 
 
