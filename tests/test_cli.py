@@ -52,15 +52,9 @@ def test_process_prints_its_version_and_an_error_in_one_line():
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("missing", "words"),
-    [
-        ("cyclopts", "from proximetry.cli import main; sys.exit(main(['recipes']))"),
-        ("pydantic", "import proximetry.training"),
-    ],
-)
-def test_missing_extra_is_named(missing, words):
-    done = run_python(f"import sys; sys.modules[{missing!r}] = None; {words}")
+def test_missing_extra_is_named():
+    words = "from proximetry.cli import main; sys.exit(main(['recipes']))"
+    done = run_python(f"import sys; sys.modules['cyclopts'] = None; {words}")
     assert done.returncode == 1
     assert "pip install '.[train]'" in done.stderr
 
@@ -154,13 +148,9 @@ def test_list_option_never_takes_a_path(call, words, message):
     [
         (["trian"], "train"),
         (["train"], "IMAGES is missing"),
-        (["train", "glyps", "out"], "did you mean 'glyphs'"),
         (["train", "glyphs", "out", "--optimizer.lrr", "3"], "--optimizer.lr"),
         (["train", "glyphs", "out", "--training.epochs", "many"], "'many'"),
         (["train", "glyphs", "out", "--optimizer.lr", "-1"], "greater than 0"),
-        (["train", "glyphs", "out", "--optimizer.lr", ".inf"], "finite"),
-        (["train", "glyphs", "out", "--model.pooling", "mean"], "mean"),
-        (["train", "glyphs", "out", "--loss.name", "pairs/nonsense"], "nonsense"),
         (["train", "glyphs", "out", "--lr", "1"], "Did you mean --optimizer.lr?"),
         (["train", "glyphs", "out", "--batch_size", "8"], "--data.batch-size or --evaluation"),
         (["train", "glyphs", "out", "more"], "more; see: proximetry train --help"),
@@ -168,19 +158,15 @@ def test_list_option_never_takes_a_path(call, words, message):
         (["train", "glyphs", ""], "is empty"),
         (["train", "cub-proxy-anchor", "OUT", "--model.weights", "none"], "data.root is missing"),
         (["train", "glyphs", "OUT", "--device", "gpu"], "no device 'gpu'"),
-        (["train", "glyphs", "OUT", "--schedule.at", "-3,5"], "greater than or equal to"),
         (["train", "glyphs", "--out", "OUT"], "OUT is given without an option"),
         (["train", "glyphs", "OUT", "--schedule.at"], "--schedule.at"),
         (["train", "glyphs", "OUT", "--config", "missing.yaml"], "missing.yaml"),
         (["export", "EMBEDDER"], "OUT is missing"),
-        (["push"], "EMBEDDER is missing"),
         (["metrics", "recall"], "recall"),
         (["evaluate", "nowhere", "glyphs"], "nowhere"),
         (["evaluate", "EMBEDDER", "IMAGES", "--out", "x.csv"], "x.csv"),
         (["evaluate", "EMBEDDER", "cubs"], "'cub'"),
         (["evaluate", "EMBEDDER", "folder"], "needs its folder"),
-        (["reproduce", "--rows", "MPA", "mpa-table4"], "TABLE is missing"),
-        (["reproduce", "mpa-tabel4"], "'mpa-table4'"),
         (["recipes", "cub-proxy-ancor"], "'cub-proxy-anchor'"),
         (["datasets", "cubs", "."], "cub"),
         (["embed", "EMBEDDER", "missing.jpg"], "missing.jpg"),

@@ -79,14 +79,6 @@ def test_edited_run_is_reported(copied, part):
     assert {"figure": "does not match", "recipe": "optimizer.lr", "row": "gone-seed1"}[part] in said
 
 
-def test_page_describes_how_images_are_scaled():
-    cars, cub = ((HOME / f"record-{name}" / "README.md").read_text() for name in ("cars", "cub"))
-    assert "Test images: both sides to 448, center crop 448." in cars
-    assert "Training crops are 0.75 to 1.8 times as wide as high" in cars
-    assert "Test images: short side to 448, center crop 448." in cub
-    assert "as wide as high" not in cub
-
-
 def test_search_that_uses_the_test_set_is_reported(tmp_path):
     home = tmp_path / "search"
     shutil.copytree(SEARCH, home)

@@ -187,15 +187,16 @@ def make_plan(
     A run in the folder is resumed with its own recipe, in which overrides are then applied,
     unless it will be removed (``fresh``).
     """
-    from proximetry._util.machine import resolve_device
-    from proximetry.training.run_folder import RunFolder
-
     word, sign, value = str(out or "").partition("=")
     for key, _ in recipe_keys() if sign else ():
         if word.replace("-", "_") in (key, key.rpartition(".")[2]):
             option = f"--{key.replace('_', '-')}"
             raise RecipeError(f"not a folder for the run: {out}. Write {option} {value}")
     request = _read_request(source, recipe_name, changes)
+
+    from proximetry._util.machine import resolve_device  # torch: wrong paths are reported before
+    from proximetry.training.run_folder import RunFolder
+
     recipe, recipe_name, changes = request.recipe, request.recipe_name, request.changes
     names = (ON_GPU, ON_CPU) if recipe is None else (recipe.name,)
     lines, reason = list[str](), ""
