@@ -33,8 +33,8 @@ SMALL = {
 def small(**others):
     """Return the options, updated by others: model_backbone for --model.backbone."""
     changes = {key.replace("_", ".", 1).replace("_", "-"): value for key, value in others.items()}
-    given = SMALL | changes
-    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    options = SMALL | changes
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     return [*words, "--device", "cpu"]
 
 

@@ -120,12 +120,12 @@ def python(folder, *words):
 
 SMALL = "Embedder.create('small_convnet', 8, weights='none', image_size=24)"
 MODEL = f"from proximetry.models import Embedder; embedder = {SMALL}"
-PICTURE = "import numpy; pictures = [numpy.zeros((30, 30, 3), numpy.uint8)]"
+IMAGE = "import numpy; images = [numpy.zeros((30, 30, 3), numpy.uint8)]"
 # What each extra is for. "-m" is the command line.
 FEATURES = {
     "pairs": "import torch; from proximetry.losses.pairs import PairLoss; "
     "PairLoss('triplet')(torch.eye(4), torch.tensor([0, 0, 1, 1]))",
-    "images": f"{MODEL}; {PICTURE}; assert embedder.encode(pictures).shape == (1, 8); "
+    "images": f"{MODEL}; {IMAGE}; assert embedder.encode(images).shape == (1, 8); "
     "embedder.save('saved'); import proximetry.models.hub, pyarrow.parquet",
     "glyphs": "from fontTools import ttLib; import matplotlib.ft2font",
     "cars": "import scipy.io",

@@ -75,8 +75,10 @@ def test_edited_run_is_reported(copied, part):
     elif part == "recipe":
         run.recipe["optimizer"]["lr"] *= 2
     (run if part != "row" else run.model_copy(update={"row": "gone"})).write(copied)
-    said = " ".join(check_results.check_study(copied))
-    assert {"figure": "does not match", "recipe": "optimizer.lr", "row": "gone-seed1"}[part] in said
+    complaints = " ".join(check_results.check_study(copied))
+    assert {"figure": "does not match", "recipe": "optimizer.lr", "row": "gone-seed1"}[
+        part
+    ] in complaints
 
 
 def test_search_that_uses_the_test_set_is_reported(tmp_path):
@@ -126,5 +128,5 @@ def test_absolute_path_is_reported_in_any_file(tmp_path, text, path):
     file = tmp_path / "results" / RUNS
     file.parent.mkdir()
     file.write_text(json.dumps({"notes": [text]}))
-    said = list(check_results.check_paths(tmp_path))
-    assert said == ([] if path is None else [f"{file} contains an absolute path: {path}"])
+    complaints = list(check_results.check_paths(tmp_path))
+    assert complaints == ([] if path is None else [f"{file} contains an absolute path: {path}"])

@@ -81,18 +81,18 @@ def test_columns_of_proxy_angles_and_verification(data, cache, tmp_path):
     claim = {"better": "MPA, K = 2", "worse": "Proxy-Anchor", "metric": "mean_angle"}
     home = run_table(Table.load({**values, "claims": [claim]}), data, tmp_path, seeds=(0, 1))
     records = read_records(home)
-    found = [records[f"proxy-anchor-seed{seed}"].metrics() for seed in (0, 1)]
-    for one in found:
+    metrics = [records[f"proxy-anchor-seed{seed}"].metrics() for seed in (0, 1)]
+    for one in metrics:
         assert abs(math.cos(math.radians(one["mean_angle"])) - one["separability"]) < 0.1
         assert 0 < one["smallest_angle"] <= one["mean_angle"] < 180
         assert 0 <= one["verification"] <= 1
     text = page_of(home)
     line = next(line for line in text.splitlines() if line.startswith("| Proxy-Anchor | ours"))
-    mean = sum(one["mean_angle"] for one in found) / 2
+    mean = sum(one["mean_angle"] for one in metrics) / 2
     assert line.split(" | ")[4].startswith(f"{mean:.1f} ±")  # degrees, not percent
     angles = Table.load({**values, "metrics": ["mean_angle"], "claims": []})
     one = records["proxy-anchor-seed0"]
-    assert runner.outcome(angles, one) == f"mean_angle {found[0]['mean_angle']:.1f}"
+    assert runner.outcome(angles, one) == f"mean_angle {metrics[0]['mean_angle']:.1f}"
     without = one.model_copy(update={"last": {k: one.last[k] for k in ("epoch", "test")}})
     assert runner.outcome(angles, without) == "mean_angle missing"  # losses without proxies
     assert "Angles, in degrees" in text

@@ -62,11 +62,11 @@ def test_rows_are_evaluated_once_on_held_out_classes(home):
         assert record.recipe["evaluation"]["protocol"] == "held_out"
         assert "test" not in record.last
         assert not any("test" in line for line in record.curve)
-        own = record.metrics()
-        assert own["queries"] == 18  # three of the ten classes
+        metrics = record.metrics()
+        assert metrics["queries"] == 18  # three of the ten classes
         assert record.views.keys() == {"24 of 24", "16 of 24", "flip TTA"}
         assert record.views["24 of 24"] == {
-            k: v for k, v in own.items() if k not in ("dims", "among_train", *SEPARABILITY)
+            k: v for k, v in metrics.items() if k not in ("dims", "among_train", *SEPARABILITY)
         }
         assert record.metrics(dim=2)["recall@1"] <= 1
     smaller = records["base-seed0"].views["16 of 24"]

@@ -75,9 +75,9 @@ def clean(
         selected += [entry for entry in caches if entry.used < oldest and entry not in selected]
     if keep is not None:
         limit = _parse(keep, _BYTES, "--keep", "20GB")
-        kept = [entry for entry in caches if entry not in selected]
-        while _size(kept) > limit:
-            selected.append(kept.pop())  # the least recently used
+        remaining = [entry for entry in caches if entry not in selected]
+        while _size(remaining) > limit:
+            selected.append(remaining.pop())  # the least recently used
     removed = [entry for entry in selected if remove(entry, dry_run=dry_run)]
     busy = [entry for entry in selected if entry not in removed]
     document = {

@@ -243,8 +243,8 @@ def search(
         )
     names = [str(query) for query in queries]
     columns = {name: result.column(name) for name in result.columns}
-    found = [(name, _found(result, columns, row)) for row, name in enumerate(names)]
-    tables = [_table(name, images, result.similarity) for name, images in found]
+    lists = [(name, _list_results(result, columns, row)) for row, name in enumerate(names)]
+    tables = [_table(name, images, result.similarity) for name, images in lists]
     if sheet is not None:
         from proximetry.search import contact_sheet
 
@@ -254,12 +254,14 @@ def search(
         "gallery": gallery,
         "images": len(opened),
         "similarity": result.similarity,
-        "queries": [{"query": name, "found": images} for name, images in found],
+        "queries": [{"query": name, "found": images} for name, images in lists],
     }
     print_result(as_json, document, "\n\n".join(tables))
 
 
-def _found(result: "SearchResult", columns: Mapping[str, Any], row: int) -> list[dict[str, Any]]:
+def _list_results(
+    result: "SearchResult", columns: Mapping[str, Any], row: int
+) -> list[dict[str, Any]]:
     """Return the results of one query, with the score that orders them, if it is another value."""
     images = []
     for rank, image in enumerate(result.ids[row]):

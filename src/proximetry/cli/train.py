@@ -209,8 +209,10 @@ def make_plan(
         cache = {"data.cache": requested.data.cache}  # depends on the device
         recipe = Recipe.load(saved.to_dict(), merge(cache, changes, whole=False))
         before, now = requested.essence(), recipe.essence()
-        own = [f"{key} {shown(now[key])}" for key in now if before[key] not in (AUTO, now[key])]
-        lines += [f"settings of the run: {some(own, 20)}"] if own else []
+        differing = [
+            f"{key} {shown(now[key])}" for key in now if before[key] not in (AUTO, now[key])
+        ]
+        lines += [f"settings of the run: {some(differing, 20)}"] if differing else []
     else:
         if recipe_name is None and resolve_device(device).type == "cuda":
             recipe_name = ON_GPU

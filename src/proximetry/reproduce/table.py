@@ -144,7 +144,7 @@ class Table(Section):
             the evaluated images, and with flip TTA.
         claims: the published order of the rows.
         selection: whether the epoch is also selected on held-out classes, or the rows for which.
-        differences: sentences about how our setting differs from the published one.
+        differences: how our setting differs from the published one, one text each.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
