@@ -49,8 +49,8 @@ def list_(*, as_json: AsJson = False) -> None:
 def clean(
     *names: str,
     unused_for: str | None = None,
-    keep: str | None = None,
     dry_run: Flag = False,
+    keep: str | None = None,
     as_json: AsJson = False,
 ) -> None:
     """Remove caches, and interrupted ones in any case; they are built again when needed.

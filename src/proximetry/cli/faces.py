@@ -13,6 +13,10 @@ from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Documen
 from proximetry.cli.output import check_out, echo, print_result, progress_bar
 from proximetry.faces import Keep, Size
 
+INPUT = (
+    "input of an ONNX file, as JSON or a JSON file: size, channels, range, mean, std, output; "
+    "default: the .json beside it, else 112×112, RGB, (x − 127.5) / 127.5."
+)
 ABOUT = "Align faces, and test face embedders by the protocols of LFW, YTF and MegaFace."
 
 
@@ -71,14 +75,9 @@ def align(
 
 @dataclasses.dataclass(frozen=True)
 class ProtocolOptions:
-    """Options of both protocols.
+    """Options of both protocols."""
 
-    Attributes:
-        input: input of an ONNX file, as JSON or a JSON file: size, channels, range, mean, std,
-            output; default: the .json beside it, else 112×112, RGB, (x − 127.5) / 127.5.
-    """
-
-    input: str | None = None
+    input: Annotated[str | None, Parameter(help=INPUT)] = None
     bad_images: BadImages = "error"
     batch_size: BatchSize = 64
     device: Device = None
@@ -113,8 +112,8 @@ def verify(
     pairs: Path,
     /,
     *,
-    roc: Path | None = None,
     options: Options = DEFAULTS,
+    roc: Path | None = None,
 ) -> None:
     """Verify pairs of faces (same person or not): LFW, YTF, or a custom list.
 
@@ -148,9 +147,9 @@ def identify(
     probes: Path,
     /,
     *,
+    options: Options = DEFAULTS,
     distractors: Path | None = None,
     cmc: Path | None = None,
-    options: Options = DEFAULTS,
 ) -> None:
     """Identify faces among many distractors: MegaFace's protocol.
 

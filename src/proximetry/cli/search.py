@@ -79,12 +79,12 @@ def index(
                     progress=progress,
                     report=notes.append,
                 )
-    missing: dict[str, None] = {}
-    changed: dict[str, None] = {}
+    missing, changed = set[str](), set[str]()
     for folder in map(os.path.expanduser, images):
         if exists and os.path.isdir(folder) and not is_milvus(gallery):
-            for files, more in zip((missing, changed), opened.outdated(folder), strict=True):
-                files |= dict.fromkeys(more)
+            gone, newer = opened.outdated(folder)
+            missing.update(gone)
+            changed.update(newer)
     skipped = list(map(str, opened.skipped))
     document = {
         "gallery": gallery,
@@ -98,9 +98,10 @@ def index(
         "notes": notes,
     }
     if missing or changed:
+        outdated = some(map(_relative, [*sorted(missing), *sorted(changed)]))
         notes.append(
             f"{len(missing)} missing and {len(changed)} changed files since indexing: "
-            f"{some(map(_relative, [*missing, *changed]))}. To update the gallery, in Python: "
+            f"{outdated}. To update the gallery, in Python: "
             "missing, changed = gallery.outdated(FOLDER); gallery.update(changed); "
             'gallery.remove(gallery.ids({"path": missing}))'
         )
