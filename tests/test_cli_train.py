@@ -377,30 +377,23 @@ def test_dry_run_reports_the_state_of_the_run(call, home):
     assert result["folder"]["state"] == "new; the complete run there will be removed"
 
 
-def test_next_commands_name_images_as_evaluate_takes_them(home):
-    images = home / "flowers"
-    results = {
-        "protocol": "last",
-        "selected": {"epoch": 1, "test": {"recall@1": 0.5}},
-        "last": {"epoch": 1, "test": {"recall@1": 0.5}},
-    }
-    for source, changes, expected in (
-        ("faces", {"data.root": str(images)}, f"evaluate out faces --root {images}"),
-        ("glyphs", {}, "evaluate out glyphs"),
-        (str(images), {}, f"evaluate out {images}"),
-    ):
-        plan = train_command.make_plan(source, home / "here" / "out", None, changes, "cpu")
-        text = train_command.summary(results, plan)
-        assert expected in text
-
-
-def test_next_commands_are_quoted(home):
+@pytest.mark.parametrize(
+    ("source", "changes", "command"),
+    [
+        ("faces", {"data.root": "images"}, "evaluate 'my run' faces --root images"),
+        ("glyphs", {}, "evaluate 'my run' glyphs"),
+        ("images", {}, "evaluate 'my run' images"),
+        ("vectors.npz", {}, "export 'my run' 'my run.onnx'"),
+        ("vectors.npz", {}, "embed 'my run' vectors.npz --out embeddings.npz"),
+    ],
+)
+def test_next_commands_are_quoted_and_name_the_images(home, source, changes, command):
+    (home / "flowers").rename(home / "here" / "images")
     np.savez(home / "here" / "vectors.npz", vectors=np.eye(4), labels=np.arange(4) // 2)
-    results = {"protocol": "last", "selected": {"epoch": 1}, "last": {"epoch": 1}}
-    plan = train_command.make_plan("vectors.npz", home / "here" / "my run", None, {}, "cpu")
-    text = train_command.summary(results, plan)
-    assert "export 'my run' 'my run.onnx'" in text
-    assert "embed 'my run' vectors.npz --out embeddings.npz" in text
+    line = {"epoch": 1, "test": {"recall@1": 0.5}}
+    results = {"protocol": "last", "selected": line, "last": line}
+    plan = train_command.make_plan(source, home / "here" / "my run", None, changes, "cpu")
+    assert f"  proximetry {command}" in train_command.summary(results, plan).splitlines()
 
 
 def test_config_with_an_empty_section_and_home_in_a_path(call, home, monkeypatch):
