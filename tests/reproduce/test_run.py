@@ -12,6 +12,7 @@ from proximetry.reproduce import (
     Interrupted,
     ReproduceError,
     ReproduceOptions,
+    RunsFailedError,
     Table,
     reproduce,
     runner,
@@ -240,7 +241,7 @@ def test_failing_runs_are_reported_and_do_not_stop_the_others(data, cache, tmp_p
         return Ended(1)
 
     table, lines = make_table(cache, selection=False), []
-    with pytest.raises(ReproduceError) as error:
+    with pytest.raises(RunsFailedError) as error:
         run_table(table, data, tmp_path, lines.append, seeds=(0, 1), start=failing)
     message = str(error.value)
     assert "2 of 4 runs failed" in message
@@ -253,7 +254,7 @@ def test_failing_runs_are_reported_and_do_not_stop_the_others(data, cache, tmp_p
     assert "Still missing: mpa-k-2-seed0, proxy-anchor-seed1." in text
     assert "ours, last epoch, seed 1 |" in text
     assert "| — | 0 | no seed in common |" in text
-    with pytest.raises(ReproduceError, match=r"2 of 2 runs failed.*results\.json"):
+    with pytest.raises(RunsFailedError, match=r"2 of 2 runs failed.*results\.json"):
         run_table(table, data, tmp_path, seeds=(0, 1), start=lambda job: Ended(0))
     run_table(table, data, tmp_path, seeds=(0, 1))
     assert len(read_records(home)) == 4

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from proximetry.metrics.scores import SEPARABILITY
-from proximetry.reproduce import ReproduceError, Table, runner
+from proximetry.reproduce import RunsFailedError, Table, runner
 from proximetry.reproduce.records import read_records
 from tests.reproduce.small import Ended, run_table, table_values, with_base
 
@@ -41,7 +41,7 @@ def home(table, data, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "evaluate_embedder", no_memory)
-        with pytest.raises(ReproduceError, match=r"narrow, seed 0: .* views were not evaluated"):
+        with pytest.raises(RunsFailedError, match=r"narrow, seed 0: .* views were not evaluated"):
             run_table(table, data, out, rows=("narrow",))
     run_table(table, data, out, rows=("narrow",), start=finished)  # nothing is trained again
     text = (out / "search" / "README.md").read_text()

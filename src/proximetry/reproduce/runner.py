@@ -131,7 +131,8 @@ def reproduce(
 
     Raises:
         Interrupted: after Ctrl-C or SIGTERM; the same call resumes.
-        ReproduceError: invalid arguments, or failed runs with their reasons.
+        ReproduceError: invalid arguments or records.
+        RunsFailedError: some runs failed; with their reasons.
     """
     chosen = Table.load(table)
     home = Path(out) / chosen.name

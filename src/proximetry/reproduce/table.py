@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from proximetry._util.errors import closest, shown
+from proximetry._util.errors import UsageError, closest, shown
 from proximetry.recipe.loading import (
     RecipeError,
     find_file,
@@ -25,11 +25,11 @@ _SPOKEN = {"+": "plus", "α": "alpha", "δ": "delta"}
 Percentage = Annotated[float, Field(ge=0, le=100)]
 
 
-class ReproduceError(ValueError):
+class ReproduceError(UsageError):
     """An invalid table, option or record."""
 
 
-class RunsFailedError(ReproduceError):
+class RunsFailedError(ValueError):
     """Some runs failed."""
 
 
