@@ -149,8 +149,8 @@ def reproduce(
     runs = plan(chosen, options, on_gpu)
     for name in dict.fromkeys(run.recipe.model.backbone for run in runs):
         check_name(name)
-    names = list(dict.fromkeys(run.recipe.data.dataset for run in runs))
-    datasets = {name: _find_data(chosen, name, data, len(names) == 1) for name in names}
+    names = dict.fromkeys(run.recipe.data.dataset for run in runs)
+    datasets = {name: _find_data(chosen, name, data) for name in names}
     with _lock(home, report), _terminate_like_interrupt():
         existing = _check_existing(chosen, home, options, on_gpu)
         if not options.keep_runs:
@@ -312,23 +312,16 @@ def _failure(job: Job, code: int) -> ReproduceError:
     return ReproduceError(last.removeprefix("proximetry: ") + log)
 
 
-def _find_data(
-    table: Table, name: str, data: str | Path | None, single: bool
-) -> tuple[str | None, Catalog]:
-    """Return the folder of a dataset of the table, and its catalog.
-
-    ``data`` may be the folder of the ``single`` dataset of a table.
-    """
+def _find_data(table: Table, name: str, data: str | Path | None) -> tuple[str | None, Catalog]:
+    """Return the folder of a dataset of the table, and its catalog."""
     info = list_datasets()[name]
     if info.built_in:
         return None, open_dataset(name)
-    itself = f"the folder of {info}, or " if single else ""
-    hint = f"Pass as --data {itself}a folder that holds {'it' if single else info} as {name}/"
+    hint = f"Pass as --data the folder of {info}, or a folder that holds it as {name}/"
     if data is None:
         raise ReproduceError(f"--data is missing. {hint}")
     outer = Path(data).expanduser()
-    inner = outer / name
-    root = (inner if inner.is_dir() or not single else outer).absolute()
+    root = (outer / name if (outer / name).exists() else outer).absolute()
     splits = {"train": info.train, "test": info.test}
     if table.protocol == "held_out":
         del splits["test"]  # it is not used
