@@ -79,11 +79,11 @@ def key_options(section: Any) -> Any:
     else:
         for name, info in section.model_fields.items():
             kind: Any = info.annotation
-            nested = dataclasses.is_dataclass(kind) or (
-                isinstance(kind, type) and issubclass(kind, Section)
-            )
-            option = _option(kind, info.default, info.description or "") if not nested else None
-            hints[name] = key_options(kind) if nested else option
+            is_section = isinstance(kind, type) and issubclass(kind, Section)
+            if is_section or dataclasses.is_dataclass(kind):
+                hints[name] = key_options(kind)
+            else:
+                hints[name] = _option(kind, info.default, info.description or "")
     return TypedDict(f"{section.__name__}Options", hints, total=False)  # type: ignore[operator]
 
 
