@@ -49,7 +49,7 @@ PUBLISHED = (
     ("proxynca-pp-cub", "+ fast proxies (ProxyNCA++)", "recall@1", 72.2),
     ("proxynca-pp-cars", "+ fast proxies (ProxyNCA++)", "recall@1", 90.1),
 )
-# The best row in a metric, as the papers say in words.
+# The best row in a metric, according to the papers.
 BEST = (
     ("mpa-table4", "map@r", "Proxy-Anchor"),
     ("mpa-table5", "map@r", "Proxy-Anchor"),
@@ -138,7 +138,7 @@ def check_twins(records: Iterable[Record]) -> Iterator[str]:
 
 
 def check_published() -> Iterator[str]:
-    """Tables repeat the papers, and claim nothing that these do not say."""
+    """Tables repeat the papers, and make only their claims."""
     for name, row, metric, value in PUBLISHED:
         if Table.load(name).row(row).published.get(metric) != value:
             yield f"{name}, {row}: {metric} was published as {value}"
@@ -256,8 +256,8 @@ def check_faces() -> Iterator[str]:
     tar = [f"{100 * rate:.2f} %" for rate in identified["tar_at_far"].values()]
     needed = (accuracy, folds, f"{100 * verified['eer']:.2f} %", *rates, *tar)
     page = str((home / "README.md").relative_to(ROOT))
-    said = {page: needed, "docs/faces.md": (accuracy, rates[0])}
-    yield from _missing_text({file: map(re.escape, these) for file, these in said.items()})
+    needed_text = {page: needed, "docs/faces.md": (accuracy, rates[0])}
+    yield from _missing_text({file: map(re.escape, these) for file, these in needed_text.items()})
 
 
 def _missing_text(sentences: Mapping[str, Iterable[str]]) -> Iterator[str]:

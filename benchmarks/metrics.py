@@ -5,7 +5,7 @@ python -m benchmarks.metrics [--device cuda] [--size sop|cub] [--repeats 3] [--s
 Ours: recall@1, 10, 100, 1000, R-precision, MAP@R, MRR and nDCG@100 together.
 pytorch-metric-learning: precision@1, R-precision and MAP@R, with its batched torch k-NN.
 open-metric-learning: CMC@1, precision and MAP at the largest R, with its batched k-NN.
-A peer that is not installed is left out with a note.
+A peer that is not installed is skipped with a note.
 """
 
 import argparse
@@ -25,7 +25,7 @@ DIM = 512
 SIZES = {"sop": (60_502, 11_316), "cub": (5_864, 100)}
 # How far items lie from the center of their class; gives recall@1 = 0.94 at the larger size.
 SPREAD = 2.0
-# Queries that pytorch-metric-learning handles at once.
+# Queries that pytorch-metric-learning handles in one call.
 PEER_BATCH = 1024
 
 Scores = dict[str, float]
@@ -152,7 +152,7 @@ def compare(size: str, device: str, repeats: int, skip_peers: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--size", choices=tuple(SIZES), help="one size only; both if left out")
+    parser.add_argument("--size", choices=tuple(SIZES), help="one size only; default: both")
     parser.add_argument("--repeats", type=int, help="runs behind each median (CPU 1, CUDA 6)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--skip-peers", action="store_true", help="measure ours alone")

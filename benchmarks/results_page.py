@@ -66,7 +66,7 @@ def repeats(records: Iterable[Record]) -> list[list[Record]]:
 def twins(records: Iterable[Record]) -> list[list[Record]]:
     """Runs that train alike, of several rows which are evaluated in different ways.
 
-    Those of one training, which took the same time to the millisecond, say nothing about another.
+    Those of one training, which took the same time to the millisecond, are no repetition.
     """
     groups = _alike(records, _training)
     return [
@@ -119,7 +119,7 @@ def spread(group: Sequence[Record]) -> tuple[float, float, float]:
         [100 * line["test"]["recall@1"] for line in record.curve if "test" in line]
         for record in group
     ]
-    apart = [max(at_once) - min(at_once) for at_once in zip(*recalls, strict=True)]
+    apart = [max(recalls_at) - min(recalls_at) for recalls_at in zip(*recalls, strict=True)]
     return max(max(some) / min(some) - 1 for some in losses), max(apart), apart[-1]
 
 

@@ -4,8 +4,8 @@ python -m benchmarks.search [--size small] [--index Flat HNSW32 IVF1024,PQ64 BFl
 python -m benchmarks.search --filters [--rows 20000] [--dim 64] [--per-class 100] [--index …]
 
 The vectors lie around class centers, in few of the dimensions, as those of a trained embedder do.
-Plain faiss holds the same index in memory and is asked with the same settings. `faiss` asks for
-10, as one would; `faiss, as many` for as many candidates as a gallery looks at before it computes
+Plain faiss holds the same index in memory and is searched with the same settings. `faiss` returns
+10 results; `faiss, as many` as many candidates as a gallery inspects before it computes
 their similarities.
 
 `--filters` measures recall@10 where labels are the clusters: plain, and with filters that allow a
@@ -118,11 +118,11 @@ def compare(
     gallery = Gallery.open(folder)
     opened = time.perf_counter() - start
     plain, built_plain = plain_index(kind, size, vectors, folder)
-    asked = binary_codes(queries) if kind == "BFlat" else queries
+    searched = binary_codes(queries) if kind == "BFlat" else queries
     found = gallery.search(queries, K)
     if truth is None:
         truth = found.ids if kind == "Flat" else exact(vectors, queries)
-    plain_found = plain.search(asked, K)[1]
+    plain_found = plain.search(searched, K)[1]
     print(f"\n{kind}, {count} vectors")
     print(f"  build {built:.1f} s, plain faiss {built_plain}; open {opened:.3f} s")
     print(f"  recall@10 {recall(found.ids, truth):.4f}, plain {recall(plain_found, truth):.4f}")
@@ -132,15 +132,15 @@ def compare(
         # A scan takes as long whatever is searched for; an index does not.
         total = batch if batch > 1 else 4 if kind in ("Flat", "BFlat") else 100
 
-        def ask(search: Any, given: Any, size: int = batch, total: int = total) -> Run:
-            return lambda: [search(given[i : i + size]) for i in range(0, total, size)]
+        def measure_search(search: Any, some: Any, size: int = batch, total: int = total) -> Run:
+            return lambda: [search(some[i : i + size]) for i in range(0, total, size)]
 
         runs: dict[str, Run] = {
-            "gallery": ask(lambda some: gallery.search(some, K), queries),
-            "faiss": ask(lambda some: plain.search(some, K), asked),
+            "gallery": measure_search(lambda some: gallery.search(some, K), queries),
+            "faiss": measure_search(lambda some: plain.search(some, K), searched),
         }
         if more > K:
-            runs["faiss, as many"] = ask(lambda some: plain.search(some, more), asked)
+            runs["faiss, as many"] = measure_search(lambda some: plain.search(some, more), searched)
         seconds = alternate(runs, 5)
         shown = ", ".join(
             f"{name} {total / each:.0f}/s ({seconds['gallery'] / each:.2f} ×)"
@@ -209,7 +209,7 @@ def measure_filters(kind: str, count: int, dim: int, per_class: int, home: Path)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--size", choices=tuple(SIZES), help="one size only; both if left out")
+    parser.add_argument("--size", choices=tuple(SIZES), help="one size only; default: both")
     parser.add_argument("--index", nargs="+", help="faiss factory strings")
     parser.add_argument("--filters", action="store_true", help="recall@10 of filtered searches")
     parser.add_argument("--rows", type=int, default=20_000, help="vectors for --filters")

@@ -64,7 +64,7 @@ def table(runs: Iterable[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Summarize run folders, or print what a file says."""
+    """Summarize run folders, or print the summary of a file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="*", type=Path)
     parser.add_argument("--out", type=Path, required=True)

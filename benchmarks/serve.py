@@ -1,4 +1,4 @@
-"""The search page under load: many clients at once, and what the server adds to the model's time.
+"""The search page under load: concurrent clients, and what the server adds to the model's time.
 
 python -m benchmarks.serve [--clients 50] [--seconds 30] [--index Flat]
 
@@ -7,8 +7,8 @@ an exact index. Each client sends its next query as soon as the last one is answ
 second as people do at the least, on a connection that stays open; they are all in this process, on
 the same cores as the server.
 
-The server says in `Server-Timing` how long the model took for the images that a query was embedded
-with. "beyond the model" is the latency without that.
+The server reports in `Server-Timing` how long the model took for the images that a query was
+embedded with. "beyond the model" is the latency without that.
 """
 
 import argparse
@@ -41,7 +41,7 @@ DIFFERENT = 200  # queries
 
 
 class Answered(NamedTuple):
-    """One request, in seconds: all of it, and what the server says of its parts."""
+    """One request, in seconds: all of it, and the parts that the server reports."""
 
     seconds: float
     model: float
@@ -49,7 +49,7 @@ class Answered(NamedTuple):
     search: float
 
 
-def picture(draw: np.random.Generator) -> bytes:
+def make_image(draw: np.random.Generator) -> bytes:
     buffer = io.BytesIO()
     pixels = draw.integers(0, 256, (SIDE, SIDE, 3), np.uint8)
     Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
@@ -63,7 +63,7 @@ def build(home: Path, index: str) -> Gallery:
     paths = [home / "images" / f"{row // 1000:03d}" / f"{row:06d}.png" for row in range(count)]
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(picture(draw))
+        path.write_bytes(make_image(draw))
     vectors, _ = data(count, classes, 1)
     labels = [f"class {row % classes}" for row in range(count)]
     rows = table({"path": [str(path) for path in paths], "label": labels})
@@ -96,7 +96,7 @@ def request(fields: dict[str, str], image: bytes | None) -> bytes:
 def queries(kind: str, total: int) -> list[bytes]:
     draw = np.random.default_rng(1)
     if kind == "images":
-        return [request({"k": str(K)}, picture(draw)) for _ in range(DIFFERENT)]
+        return [request({"k": str(K)}, make_image(draw)) for _ in range(DIFFERENT)]
     ids = draw.integers(total, size=DIFFERENT)
     return [request({"k": str(K), "id": str(one)}, None) for one in ids]
 
@@ -111,7 +111,7 @@ async def client(
 ) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     number = first
-    await asyncio.sleep(pause * (0.618 * first % 1))  # so that they do not ask all at once
+    await asyncio.sleep(pause * (0.618 * first % 1))  # so that requests do not coincide
     while time.perf_counter() < until:
         begun = time.perf_counter()
         writer.write(requests[number % len(requests)])

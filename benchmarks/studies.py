@@ -67,8 +67,8 @@ def main() -> None:
     parser.add_argument("--keep-runs", action="store_true")
     options = parser.parse_args()
     chosen = {table.name: table for table in tables(HOME / options.study)}[options.table]
-    given = ReproduceOptions(rows=tuple(options.rows), keep_runs=options.keep_runs)
-    print(reproduce(chosen, options.data, options.out, given, report=print))
+    chosen_options = ReproduceOptions(rows=tuple(options.rows), keep_runs=options.keep_runs)
+    print(reproduce(chosen, options.data, options.out, chosen_options, report=print))
 
 
 if __name__ == "__main__":

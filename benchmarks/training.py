@@ -6,7 +6,7 @@ python -m benchmarks.training --backbone tf_efficientnet_lite2 --batch 180 --ima
 
 The bare network runs forward, backward and the optimiser's step on pixels that are already there;
 the trainer does all its work: cropping from a warm cache, loss, clipping, book-keeping. With
---evaluate so many test images are embedded and evaluated with every metric there is.
+--evaluate n test images are embedded and evaluated with every metric there is.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def trainer_epoch(run: Run, epoch: int) -> float:
 
 
 def evaluation_times(run: Run, count: int) -> tuple[float, float]:
-    """Seconds to embed so many images, and to evaluate them with every metric."""
+    """Seconds to embed n images, and to evaluate them with every metric."""
     rows = np.arange(count) % len(run.data.catalog)
     labels = np.asarray(run.data.catalog.labels)[rows]
     _wait(run.world.device)

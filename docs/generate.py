@@ -1,7 +1,7 @@
 """Fill in the parts of the documentation that the code declares.
 
     python docs/generate.py            write them
-    python docs/generate.py --check    only say which pages are out of date
+    python docs/generate.py --check    only list the pages that are out of date
 
 A part stands between ``<!-- generated: WHAT ARGUMENTS -->`` and ``<!-- end -->``; WHAT is a name of
 `PARTS`.
@@ -104,7 +104,7 @@ def logit(cls: type[ProxyLoss], method: str) -> str:
 
 
 def use(name: str) -> str:
-    """Return the sentence that says when to use a loss."""
+    """Return when to use a loss."""
     return USE if name == "pairs" else LOSSES[name].use
 
 

@@ -1,4 +1,4 @@
-"""Take the pictures of the documentation: what the software makes of the built-in glyphs.
+"""Take the screenshots of the documentation: what the software makes of the built-in glyphs.
 
     python docs/pictures.py              trains the demo first, for some minutes
     python docs/pictures.py runs/demo-1  takes a demo that is there
@@ -36,7 +36,7 @@ LARGEST = 150_000
 
 def main() -> None:
     """Take all pictures."""
-    parser = argparse.ArgumentParser(description="Take the pictures of the documentation.")
+    parser = argparse.ArgumentParser(description="Take the screenshots of the documentation.")
     parser.add_argument("run", nargs="?", type=Path, help="folder of a demo; else one is trained")
     run = parser.parse_args().run
     with tempfile.TemporaryDirectory() as folder:

@@ -177,26 +177,6 @@ def test_evaluate_one_class_has_no_intervals(call, tmp_path):
     assert "No confidence intervals" in text
 
 
-def test_query_in_the_gallery_does_not_match_itself(call, embedder, images):
-    catalog = Catalog.from_folder(images)
-    shuffled = np.random.default_rng(0).permutation(catalog.labels).tolist()
-    plain = dataclasses.replace(catalog, labels=shuffled)
-    both = dataclasses.replace(plain, queries=(True,) * 48, galleries=(True,) * 48)
-    words = ["--per-class", "--confusions", "99", "--clustering"]
-    result = []
-    for number, table in enumerate((plain, both)):
-        table.to_csv(images / f"roles{number}.csv")
-        result.append(data(call, "evaluate", embedder, images / f"roles{number}.csv", *words))
-    assert result[0] == result[1]
-    assert result[0]["metrics"]["recall@1"] < 0.5
-
-
-def test_evaluate_notes_saturated_recall(call, embedder, tmp_path):
-    make_images(tmp_path / "images", classes=2, each=2)
-    text = call("evaluate", embedder, tmp_path / "images", "--recall-at", "1", "3")
-    assert "note: recall@3" in text
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -296,23 +276,13 @@ def test_names_that_are_not_utf8_reach_every_file(call, tmp_path, suffix):
     assert os.path.exists(result["paths"][-1])
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ("a,1,0\na,1,0\nb,1,0", "has gallery set to true"),
-        ("a,0,1\na,0,1\nb,0,1", "has query set to true"),
-        ("a,1,0\nb,0,1\nb,0,1", "no query"),
-        ("a,1,1\nb,1,1\nc,1,1", "one image each"),
-    ],
-)
-def test_impossible_evaluations_are_rejected_before_embedding(
-    call, embedder, images, tmp_path, monkeypatch, rows, message
+def test_impossible_evaluation_is_rejected_before_embedding(
+    call, embedder, images, tmp_path, monkeypatch
 ):
-    lines = [f"{images}/class00/{number}.png,{row}" for number, row in enumerate(rows.splitlines())]
+    lines = [f"{images}/class00/{row}.png,{label},1,0" for row, label in enumerate("aab")]
     (tmp_path / "t.csv").write_text("\n".join(["path,label,query,gallery", *lines]))
     monkeypatch.setattr(Embedder, "encode", lambda *_, **__: pytest.fail("embedded"))
-    result = call("evaluate", embedder, tmp_path / "t.csv", code=1)
-    assert message in result
+    assert "has gallery set to true" in call("evaluate", embedder, tmp_path / "t.csv", code=1)
 
 
 def read_npz(out):

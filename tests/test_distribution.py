@@ -1,6 +1,5 @@
-"""The wheel and the sdist hold what they must, and each extra is enough for what it promises."""
+"""The wheel and the sdist hold what they must, and each extra installs what its feature needs."""
 
-import re
 import subprocess
 import sys
 import tarfile
@@ -58,7 +57,7 @@ def test_sdist_contains_every_file(built, files):
 def test_citation_matches_this_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["cff-version"] == "1.2.0"
-    assert cited.keys() >= {"message", "title", "authors"}  # which the format asks for
+    assert cited.keys() >= {"message", "title", "authors"}  # required by the format
     assert str(cited["version"]) == proximetry.__version__
     assert cited["license"] == PROJECT["license"]
     assert cited["authors"] == PROJECT["authors"]
@@ -121,12 +120,12 @@ def python(folder, *words):
 
 SMALL = "Embedder.create('small_convnet', 8, weights='none', image_size=24)"
 MODEL = f"from proximetry.models import Embedder; embedder = {SMALL}"
-PICTURE = "import numpy; pictures = [numpy.zeros((30, 30, 3), numpy.uint8)]"
+IMAGE = "import numpy; images = [numpy.zeros((30, 30, 3), numpy.uint8)]"
 # What each extra is for. "-m" is the command line.
-PROMISES = {
+FEATURES = {
     "pairs": "import torch; from proximetry.losses.pairs import PairLoss; "
     "PairLoss('triplet')(torch.eye(4), torch.tensor([0, 0, 1, 1]))",
-    "images": f"{MODEL}; {PICTURE}; assert embedder.encode(pictures).shape == (1, 8); "
+    "images": f"{MODEL}; {IMAGE}; assert embedder.encode(images).shape == (1, 8); "
     "embedder.save('saved'); import proximetry.models.hub, pyarrow.parquet",
     "glyphs": "from fontTools import ttLib; import matplotlib.ft2font",
     "cars": "import scipy.io",
@@ -145,25 +144,17 @@ PROMISES = {
     "web": "import fastapi, multipart, uvicorn",
     "docs": "import material, mkdocs, mkdocstrings, mkdocstrings_handlers.python",
 }
-MISSING = {
-    "pairs": "from proximetry.losses.pairs import PairLoss; PairLoss('triplet')",
-    "images": "from proximetry.models import Embedder",
-    "train": "from proximetry.training import train",
-    "search": "from proximetry.search import Gallery",
-    "map": "import numpy; from proximetry.metrics import map_embeddings; "
-    "map_embeddings(numpy.eye(64, dtype='float32'))",
-}
 
 
 def test_every_extra_has_a_check():
-    assert {*PROMISES, "all", "dev"} == PROJECT["optional-dependencies"].keys()
+    assert {*FEATURES, "all", "dev"} == PROJECT["optional-dependencies"].keys()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", PROMISES)
+@pytest.mark.parametrize("extra", FEATURES)
 def test_extra_installs_what_its_feature_needs(built, tmp_path, extra):
-    bare, promise = install(built, tmp_path, extra), PROMISES[extra]
-    words = promise.split() if promise.startswith("-m") else ["-c", promise]
+    bare, code = install(built, tmp_path, extra), FEATURES[extra]
+    words = code.split() if code.startswith("-m") else ["-c", code]
     done = python(bare, *words)
     assert done.returncode == 0, done.stderr
 
@@ -176,24 +167,13 @@ def test_losses_and_metrics_work_without_extras(built, tmp_path):
     done = python(bare, "-m", "proximetry", "recipes")
     assert (done.returncode, done.stdout) == (1, "")
     assert "pip install '.[train]'" in done.stderr
-    code = f"""
+    code = """
 import torch
 from proximetry.losses import ProxyAnchor
 from proximetry.metrics import evaluate
 vectors, labels = torch.randn(12, 4), torch.arange(12) % 3
 ProxyAnchor(3, 4)(vectors, labels).backward()
 assert 0 <= evaluate(vectors, labels)["recall@1"] <= 1
-for extra, code in {MISSING!r}.items():
-    try:
-        exec(code)
-    except ModuleNotFoundError as error:
-        print(extra, error)
-    else:
-        print(extra, "is not needed")
 """
     done = python(bare, "-c", code)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(MISSING)
-    for line in lines:
-        assert re.fullmatch(r"(\w+) .+ needs? \w+: install the extra '\1', .+", line), line

@@ -129,6 +129,18 @@ WITHOUT = [
     (EXTRAS, "import proximetry.training", "train"),
     (["PIL"], "from proximetry.training import train", "train"),
     (["timm"], "from proximetry.training import train", "train"),
+    (["pyarrow"], "from proximetry.search import Gallery", "search"),
+    (
+        ["pytorch_metric_learning"],
+        "from proximetry.losses.pairs import PairLoss; PairLoss('triplet')",
+        "pairs",
+    ),
+    (
+        ["openTSNE"],
+        "import numpy; from proximetry.metrics import map_embeddings; "
+        "map_embeddings(numpy.eye(64, dtype='float32'))",
+        "map",
+    ),
 ]
 
 

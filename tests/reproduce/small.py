@@ -15,7 +15,7 @@ from tests.training.tiny import tiny_values
 
 
 def make_data(root, side=24):
-    """Ten classes to train on and six others to test on, hard to tell apart."""
+    """Ten classes to train on and six others to test on, similar to each other."""
     draw = np.random.default_rng(0)
     for number in range(16):
         folder = root / "data" / ("train" if number < 10 else "test") / f"class{number:02d}"
@@ -109,12 +109,12 @@ def no_training(job):
 
 def run_table(table, data, out, report=lambda line: None, start=train_here, **options):
     """`reproduce` on the CPU, without further processes."""
-    given = ReproduceOptions(**{"device": "cpu", **options})
-    return reproduce(table, data, out, given, report=report, start=start)
+    chosen = ReproduceOptions(**{"device": "cpu", **options})
+    return reproduce(table, data, out, chosen, report=report, start=start)
 
 
 def page_of(home):
-    """README.md without date and commit, which may change while tests run, and runs at once."""
+    """README.md without date, commit and number of concurrent runs, which may differ."""
     text = (home / "README.md").read_text()
     text = re.sub(r"\| concurrent runs \| .* \|", "| concurrent runs |", text)
     text = re.sub(r"\| date \| .* \|", "| date |", text)
@@ -123,13 +123,13 @@ def page_of(home):
 
 def numbers(home):
     """What must not depend on how the runs were made: metrics and losses by run."""
-    found = {}
+    results = {}
     for name, record in read_records(home).items():
         curve = [
             {k: v for k, v in line.items() if not k.endswith("seconds")} for line in record.curve
         ]
-        found[name] = (record.last, record.selected_epoch, curve)
-    return found
+        results[name] = (record.last, record.selected_epoch, curve)
+    return results
 
 
 def remove_runs(home, *names):

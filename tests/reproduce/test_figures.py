@@ -25,9 +25,9 @@ def draw_in(folder, table, records):
     """Draw, and return the figures by name."""
     results = Results(table, records)
     draw(results, folder)
-    found = {path.name: path.read_text() for path in sorted(folder.iterdir())}
-    assert list(found) == sorted(figure_names(results))
-    return found
+    drawn = {path.name: path.read_text() for path in sorted(folder.iterdir())}
+    assert list(drawn) == sorted(figure_names(results))
+    return drawn
 
 
 @pytest.mark.parametrize("kind", ["sweep", "curves"])
@@ -82,14 +82,14 @@ def test_epochs_until_a_row_comes_near_the_best(tmp_path):
         record("MPA, K = 2", 1, 0.80, curve=points(0.5, 0.73, 0.80)),
         record("Proxy-Anchor", 0, 0.70, curve=points(0.2, 0.6, 0.7)),
     ]
-    found = _convergence(Results(table, records))
-    assert found["table_of_convergence"].splitlines() == [
+    convergence = _convergence(Results(table, records))
+    assert convergence["table_of_convergence"].splitlines() == [
         "|  | epochs | seconds of training |",
         "|---|---|---|",
         "| Proxy-Anchor | not reached | not reached |",
         "| MPA, K = 2 | 3 | 30 |",  # 0.75 after two epochs, 0.76 is near enough
     ]
-    assert found["target"] == pytest.approx(76)
+    assert convergence["target"] == pytest.approx(76)
     without = _convergence(Results(table, records[:2]))
     assert "| Proxy-Anchor | — | — |" in without["table_of_convergence"]
 

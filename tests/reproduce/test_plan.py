@@ -102,14 +102,14 @@ def test_scaled_steps_drop_at_scaled_epochs(published, epochs, every):
     )
     scaled = scale(recipe, epochs)
     places = [k * every * epochs / published for k in range(1, published) if k * every < published]
-    found = drops(scaled)
-    for drop in found:
+    actual = drops(scaled)
+    for drop in actual:
         assert min(abs(drop - w) for w in places) <= (1 if drop == 1 else 0.5)
     for w in places:  # every drop is there, unless it was rounded to the end
-        assert min(abs(drop - w) for drop in (*found, epochs)) <= 1
+        assert min(abs(drop - w) for drop in (*actual, epochs)) <= 1
     rates = LearningRates(scaled.schedule, epochs, [1.0])
     for epoch in range(epochs):
-        expected = scaled.schedule.factor ** sum(epoch >= drop for drop in found)
+        expected = scaled.schedule.factor ** sum(epoch >= drop for drop in actual)
         assert rates.factor(epoch) == pytest.approx(expected)
 
 
@@ -142,8 +142,8 @@ def test_scaling_keeps_the_shape(published, epochs, every, at, warm):
         return
     assert scaled.training.epochs == epochs
     assert scaled.schedule.every >= 1
-    found = scaled.schedule.freeze_backbone_epochs
-    assert found == 0 if warm == 0 else 1 <= found < epochs and abs(found - expected) <= 1
+    frozen = scaled.schedule.freeze_backbone_epochs
+    assert frozen == 0 if warm == 0 else 1 <= frozen < epochs and abs(frozen - expected) <= 1
     assert list(scaled.schedule.at) == sorted(set(scaled.schedule.at))
     for old in at:
         if old >= published:  # never came, and never comes

@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 from filelock import FileLock
 
-from proximetry.recipe.loading import merge
 from proximetry.reproduce import (
     Interrupted,
     ReproduceError,
     ReproduceOptions,
+    RunsFailedError,
     Table,
     reproduce,
     runner,
@@ -72,56 +72,27 @@ def test_runs_are_lines_of_one_file(whole, data, cache):
 
 def test_columns_of_proxy_angles_and_verification(data, cache, tmp_path):
     values = with_base(
-        table_values(cache, selection=False, figure=None),
+        table_values(cache, selection=False, figure=None, claims=[]),
         "evaluation",
         metrics={"recall_at": [1], "verification": True},
     )
-    values["metrics"] = ["verification", "separability", "mean_angle", "smallest_angle"]
-    for row in values["rows"]:
-        del row["published"]
-    claim = {"better": "MPA, K = 2", "worse": "Proxy-Anchor", "metric": "mean_angle"}
-    home = run_table(Table.load({**values, "claims": [claim]}), data, tmp_path, seeds=(0, 1))
-    records = read_records(home)
-    found = [records[f"proxy-anchor-seed{seed}"].metrics() for seed in (0, 1)]
-    for one in found:
-        assert abs(math.cos(math.radians(one["mean_angle"])) - one["separability"]) < 0.1
-        assert 0 < one["smallest_angle"] <= one["mean_angle"] < 180
-        assert 0 <= one["verification"] <= 1
+    values["metrics"] = ["mean_angle", "verification", "separability", "smallest_angle"]
+    values["rows"] = [{"name": "Proxy-Anchor"}]
+    table = Table.load(values)
+    home = run_table(table, data, tmp_path, seeds=(0, 1))
+    records = list(read_records(home).values())
+    for metrics in (record.metrics() for record in records):
+        assert abs(math.cos(math.radians(metrics["mean_angle"])) - metrics["separability"]) < 0.1
+        assert 0 < metrics["smallest_angle"] <= metrics["mean_angle"] < 180
+        assert 0 <= metrics["verification"] <= 1
+    mean = sum(record.metrics()["mean_angle"] for record in records) / 2
     text = page_of(home)
-    line = next(line for line in text.splitlines() if line.startswith("| Proxy-Anchor | ours"))
-    mean = sum(one["mean_angle"] for one in found) / 2
-    assert line.split(" | ")[4].startswith(f"{mean:.1f} ±")  # degrees, not percent
-    angles = Table.load({**values, "metrics": ["mean_angle"], "claims": []})
-    one = records["proxy-anchor-seed0"]
-    assert runner.outcome(angles, one) == f"mean_angle {found[0]['mean_angle']:.1f}"
-    without = one.model_copy(update={"last": {k: one.last[k] for k in ("epoch", "test")}})
-    assert runner.outcome(angles, without) == "mean_angle missing"  # losses without proxies
+    assert f"| Proxy-Anchor | ours, last epoch, seeds 0, 1 | {mean:.1f} ±" in text  # degrees
     assert "Angles, in degrees" in text
-    claim = next(line for line in text.splitlines() if line.startswith("| MPA, K = 2 above"))
-    other = [records[f"mpa-k-2-seed{seed}"].metrics()["mean_angle"] for seed in (0, 1)]
-    assert f"| {sum(other) / 2 - mean:+.2f} ±" in claim
-
-
-def test_page_lists_options_that_no_paper_uses(whole, cache):
-    table, runs = make_table(cache), [*read_records(whole[0]).values()]
-    options = {"pca_dim": 4, "whitening": 0.25, "drop_path": 0.2, "tta_crops": [0.875, 0.5]}
-
-    def differences(*rows):
-        changed = [
-            r.model_copy(update={"recipe": merge(r.recipe, {"model": options})})
-            if r.row in rows
-            else r
-            for r in runs
-        ]
-        return page(Results(table, changed)).partition("## Differences")[2]
-
-    some, every = differences("Proxy-Anchor"), differences("Proxy-Anchor", "MPA, K = 2")
-    assert "probability 0.2, those before it with less, unless the row overrides it." in some
-    assert "by their center only, 0.875, 0.5 of the sides, enlarged to the same size" in some
-    assert "(fitted on training images), each component divided by its standard deviation" in some
-    assert "to the power 0.25." in some
-    assert "unless the row" not in every
-    assert "center only" not in differences()
+    one = records[0]
+    assert runner.outcome(table, one) == f"mean_angle {one.metrics()['mean_angle']:.1f}"
+    without = one.model_copy(update={"last": {k: one.last[k] for k in ("epoch", "test")}})
+    assert runner.outcome(table, without) == "mean_angle missing"  # losses without proxies
 
 
 def test_page_shows_ours_beside_the_published(whole):
@@ -270,7 +241,7 @@ def test_failing_runs_are_reported_and_do_not_stop_the_others(data, cache, tmp_p
         return Ended(1)
 
     table, lines = make_table(cache, selection=False), []
-    with pytest.raises(ReproduceError) as error:
+    with pytest.raises(RunsFailedError) as error:
         run_table(table, data, tmp_path, lines.append, seeds=(0, 1), start=failing)
     message = str(error.value)
     assert "2 of 4 runs failed" in message
@@ -278,13 +249,12 @@ def test_failing_runs_are_reported_and_do_not_stop_the_others(data, cache, tmp_p
     home = tmp_path / "small"
     log = home / "work" / "proxy-anchor-seed1.log"
     assert f"seed 1: RuntimeError: a mistake (log: {log})" in message
-    assert "\n" not in message
     assert list(read_records(home)) == ["mpa-k-2-seed1", "proxy-anchor-seed0"]
     text = (home / "README.md").read_text()
     assert "Still missing: mpa-k-2-seed0, proxy-anchor-seed1." in text
     assert "ours, last epoch, seed 1 |" in text
     assert "| — | 0 | no seed in common |" in text
-    with pytest.raises(ReproduceError, match=r"2 of 2 runs failed.*results\.json"):
+    with pytest.raises(RunsFailedError, match=r"2 of 2 runs failed.*results\.json"):
         run_table(table, data, tmp_path, seeds=(0, 1), start=lambda job: Ended(0))
     run_table(table, data, tmp_path, seeds=(0, 1))
     assert len(read_records(home)) == 4
@@ -299,85 +269,30 @@ def test_failing_runs_are_reported_and_do_not_stop_the_others(data, cache, tmp_p
         (130, "stopped after step 3", "^stopped after step 3$"),
         (1, "one\nno such folder\n\n", "^no such folder$"),
         (1, "", "code 1"),
-        (1, "RuntimeError: CUDA error: out of memory", "too little memory on cpu"),
+        (1, "RuntimeError: CUDA error: out of memory", "memory on cpu; use a smaller --parallel"),
     ],
 )
 def test_reason_of_a_failed_process(cache, tmp_path, code, log, message):
     run = runner.plan(make_table(cache), ReproduceOptions())[0]
-    job = runner.Job(run, tmp_path, "cpu")
+    job = runner.Job(run, tmp_path, "cpu", parallel=2)
     job.log.write_text(log)
     with pytest.raises(ReproduceError, match=message):
         raise runner._failure(job, code)
 
 
-class Crowd:
-    """Runs that end in the order of their start, where ``room`` fit into memory at a time.
-
-    Attributes:
-        too_large: slugs of rows that do not even fit alone.
-        sizes: number of running processes after each start that fit.
-    """
-
-    def __init__(self, room, too_large=(), code=1):
-        self.room, self.too_large, self.code = room, too_large, code
-        self.running, self.sizes = [], []
-
-    def start(self, job):
-        if len(self.running) >= self.room or job.run.row.slug in self.too_large:
-            job.log.write_text("proximetry: not enough memory on cuda:0")
-            return Ended(self.code)
-        self.running.append(job)
-        self.sizes.append(len(self.running))
-        return InTurn(self, job)
-
-
-class InTurn:
-    def __init__(self, crowd, job):
-        self.crowd, self.job = crowd, job
-
-    def poll(self):
-        return 0 if self.crowd.running[0] is self.job else None
-
-    def wait(self):
-        self.crowd.running.remove(self.job)
-        return train_here(self.job).wait()
-
-    def terminate(self):
-        raise AssertionError
-
-
-@pytest.mark.parametrize(("room", "code"), [(2, 1), (1, -9)])
-def test_run_out_of_memory_is_repeated_separately(cache, data, tmp_path, room, code):
-    lines, crowd = [], Crowd(room, code=code)
-    table = make_table(cache, selection=False)
-    home = run_table(table, data, tmp_path, lines.append, crowd.start, parallel=4, seeds=(0, 1))
-    assert len(read_records(home)) == 4
-    assert max(crowd.sizes) == room
-    assert any("run again separately" in line for line in lines)
-    assert lines[-1].endswith("0 left")
-
-
-def test_row_that_never_fits_fails(cache, data, tmp_path):
-    crowd = Crowd(4, ["mpa-k-2"])
-    table = make_table(cache, selection=False)
-    with pytest.raises(ReproduceError, match=r"2 of 4 runs failed.*too little memory"):
-        run_table(table, data, tmp_path, start=crowd.start, parallel=4, seeds=(0, 1))
-    assert len(read_records(tmp_path / "small")) == 2
-
-
 @pytest.mark.parametrize(
-    ("parallel", "given", "policy"),
+    ("parallel", "variables", "policy"),
     [
         (1, {}, "as it was"),
         (2, {}, "PASSIVE"),
-        (2, {"GOMP_SPINCOUNT": "9"}, "as it was"),
         (2, {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
     ],
 )
-def test_omp_wait_policy_of_concurrent_runs(cache, tmp_path, monkeypatch, parallel, given, policy):
-    for key in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.delenv(key, raising=False)
-    for key, value in given.items():
+def test_omp_wait_policy_of_concurrent_runs(
+    cache, tmp_path, monkeypatch, parallel, variables, policy
+):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for key, value in variables.items():
         monkeypatch.setenv(key, value)
     run = runner.plan(make_table(cache), ReproduceOptions())[0]
     job = runner.Job(run, tmp_path, "cpu", parallel)
@@ -449,23 +364,13 @@ def test_seconds_of_concurrent_runs_are_not_compared(cache, data, tmp_path):
     assert (home / "epochs.svg").exists()
 
 
-def test_page_describes_another_number_of_epochs(whole, data, cache, tmp_path):
-    values = table_values(cache)
-    table = make_table(cache, rows=values["rows"][:1], claims=[], selection=False)
+def test_page_describes_another_number_of_epochs(data, cache, tmp_path):
+    rows = table_values(cache)["rows"][:1]
+    table = make_table(cache, rows=rows, claims=[], selection=False)
     text = (run_table(table, data, tmp_path, epochs=1) / "README.md").read_text()
     assert "| epochs | 1 of the table's 2 epochs |" in text
     assert "- 1 of the table's 2 epochs: learning-rate drops, frozen epochs" in text
     assert "--seeds 0 --epochs 1`" in text
-    # Epochs are compared row by row.
-    for row, epochs in zip(values["rows"], (1, 2), strict=True):
-        row["changes"]["training.epochs"] = epochs
-    swapped = [
-        r.model_copy(update={"recipe": merge(r.recipe, {"training.epochs": epochs})})
-        for r in read_records(whole[0]).values()
-        for epochs in [2 if r.row == "Proxy-Anchor" else 1]
-    ]
-    text = page(Results(Table.load(values), swapped))
-    assert "- 1, 2 of the table's 1, 2 epochs: learning-rate drops" in text
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from proximetry.metrics.scores import SEPARABILITY
-from proximetry.reproduce import ReproduceError, Table, runner
+from proximetry.reproduce import RunsFailedError, Table, runner
 from proximetry.reproduce.records import read_records
 from tests.reproduce.small import Ended, run_table, table_values, with_base
 
@@ -41,7 +41,7 @@ def home(table, data, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "evaluate_embedder", no_memory)
-        with pytest.raises(ReproduceError, match=r"narrow, seed 0: .* views were not evaluated"):
+        with pytest.raises(RunsFailedError, match=r"narrow, seed 0: .* views were not evaluated"):
             run_table(table, data, out, rows=("narrow",))
     run_table(table, data, out, rows=("narrow",), start=finished)  # nothing is trained again
     text = (out / "search" / "README.md").read_text()
@@ -62,11 +62,11 @@ def test_rows_are_evaluated_once_on_held_out_classes(home):
         assert record.recipe["evaluation"]["protocol"] == "held_out"
         assert "test" not in record.last
         assert not any("test" in line for line in record.curve)
-        own = record.metrics()
-        assert own["queries"] == 18  # three of the ten classes
+        metrics = record.metrics()
+        assert metrics["queries"] == 18  # three of the ten classes
         assert record.views.keys() == {"24 of 24", "16 of 24", "flip TTA"}
         assert record.views["24 of 24"] == {
-            k: v for k, v in own.items() if k not in ("dims", "among_train", *SEPARABILITY)
+            k: v for k, v in metrics.items() if k not in ("dims", "among_train", *SEPARABILITY)
         }
         assert record.metrics(dim=2)["recall@1"] <= 1
     smaller = records["base-seed0"].views["16 of 24"]

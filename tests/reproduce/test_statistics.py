@@ -51,14 +51,14 @@ def record(row, seed, value, **changes):
 
 @given(st.lists(percent, min_size=1, max_size=12))
 def test_mean_and_deviation_equal_numpy(values):
-    found = Sample(tuple(values))
-    assert found.mean == pytest.approx(np.mean(values), abs=1e-9)
+    sampled = Sample(tuple(values))
+    assert sampled.mean == pytest.approx(np.mean(values), abs=1e-9)
     if len(values) == 1:
-        assert found.std is None
-        assert str(found) == f"{values[0]:.1f}"
+        assert sampled.std is None
+        assert str(sampled) == f"{values[0]:.1f}"
     else:
-        assert found.std == pytest.approx(np.std(values, ddof=1), abs=1e-9)
-        assert "±" in str(found)
+        assert sampled.std == pytest.approx(np.std(values, ddof=1), abs=1e-9)
+        assert "±" in str(sampled)
 
 
 hundredths = st.integers(0, 10000).map(lambda number: number / 100)
@@ -92,18 +92,18 @@ def test_noise_of_single_values_and_without_spread():
 def test_claim_is_compared_over_common_seeds():
     ours = [record(MPA, seed, v) for seed, v in enumerate((0.90, 0.92, 0.50))]
     others = [record(ANCHOR, seed, v) for seed, v in ((1, 0.60), (0, 0.62), (7, 0.99))]
-    found = compare(ours + others)
-    assert found.published == pytest.approx(0.6)
-    assert found.seeds == (0, 1)  # the others have no counterpart
-    assert found.difference == pytest.approx(30.0)
-    assert found.noise == pytest.approx(4.303 * 2**0.5, rel=1e-4)
-    assert found.verdict == "holds"
+    finding = compare(ours + others)
+    assert finding.published == pytest.approx(0.6)
+    assert finding.seeds == (0, 1)  # the others have no counterpart
+    assert finding.difference == pytest.approx(30.0)
+    assert finding.noise == pytest.approx(4.303 * 2**0.5, rel=1e-4)
+    assert finding.verdict == "holds"
     assert compare(ours).verdict == "not run"
     assert compare(ours[2:] + others).verdict == "no seed in common"
-    found = compare(ours[:2] + others[:1])
-    assert found.verdict == "one seed, not tested"
-    assert found.difference == pytest.approx(32.0)
-    assert found.noise is None
+    finding = compare(ours[:2] + others[:1])
+    assert finding.verdict == "one seed, not tested"
+    assert finding.difference == pytest.approx(32.0)
+    assert finding.noise is None
     assert compare(ours + others, "map@r").published is None
 
 

@@ -27,25 +27,6 @@ def test_all_tables_are_listed():
     assert "5 runs per seed + 5 for selection" in lines[NAMES.index("mpa-table4")]
 
 
-def test_defaults_table_compares_three_datasets():
-    table = Table.load("defaults")
-    names = [row.name.split(": ") for row in table.rows]
-    recipes = ["default", "default-cpu", "Proxy-Anchor", "MPA-AP"]
-    assert names == [[on, recipe] for on in ("birds", "cars", "flowers") for recipe in recipes]
-    runs = plan(table, ReproduceOptions(), on_gpu=True)
-    assert {run.recipe.data.dataset for run in runs} == {"cub", "cars", "flowers"}
-    for run in runs:
-        ours = run.row.recipe.startswith("default")
-        small = run.row.recipe == "default-cpu"
-        assert run.recipe.evaluation.untrained == ours
-        backbone = "tf_efficientnet_lite0" if small else "tf_efficientnet_lite2"
-        assert run.recipe.model.backbone == backbone
-        protocol = "held_out" if run.kind == "selection" else "last"
-        assert run.recipe.evaluation.protocol == protocol
-    selected = [run.row.recipe for run in runs if run.kind == "selection"]
-    assert selected == ["default"] * 3
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "defaults"])
 def test_shipped_table_is_complete(name):
     table = Table.load(name)

@@ -194,7 +194,8 @@ def test_removed_results_are_marked(tmp_path):
         _positions=np.array([[5]]),
         _take=lambda places, columns: {name: [None] for name in columns},
     )
-    assert "removed meanwhile" in _table("query.png", result, 0)
+    removed = {"similarity": 0.5, "label": None, "path": None}
+    assert "removed meanwhile" in _table("query.png", [removed], "cosine")
     contact_sheet(tmp_path / "sheet.html", ["query.png"], result)
     assert "removed meanwhile" in (tmp_path / "sheet.html").read_text()
 

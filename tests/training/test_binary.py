@@ -83,7 +83,6 @@ def test_train_embed_index_and_search_codes(call, images, cache, tmp_path, monke
     assert vectors["metrics"] == plain(document["metrics"])
     assert codes["metrics"] == document["metrics"]["codes"]
     assert [row["bytes_per_image"] for row in document["rows"]] == [256, 8, 264]
-    assert all(row["milliseconds_per_query"] > 0 for row in document["rows"])
     assert both["name"] == "binary codes, 200 re-ranked"
     # All 48 images are candidates, so the vectors decide alone.
     assert both["metrics"] == vectors["metrics"]

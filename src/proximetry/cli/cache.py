@@ -1,17 +1,16 @@
-"""The commands of `proximetry cache`: plain functions, as in commands.py."""
+"""The commands of `proximetry cache`."""
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
-
-from proximetry._util.errors import UsageError, readable_size, some, spaced
+from proximetry._util.errors import UsageError, counted, readable_size, some
 from proximetry._util.files import cache_folder
-from proximetry.cli.output import AsJson, print_result
+from proximetry.cli.options import AsJson, Flag
+from proximetry.cli.output import print_result
 
 if TYPE_CHECKING:
     from proximetry.data.cache import CacheEntry
@@ -31,28 +30,27 @@ def list_(*, as_json: AsJson = False) -> None:
     from proximetry.data.cache import list_caches, list_leftovers
 
     caches, leftovers = list_caches(), list_leftovers()
-    total = sum(entry.size for entry in [*caches, *leftovers])
+    rest, total = _size(leftovers), _size([*caches, *leftovers])
+    lines = [f"{cache_folder()}: {counted(len(caches), 'cache')}, {readable_size(total)} in all"]
+    if caches:
+        lines += [f"{'name':30}{'size':>10}  {'last used':16}  images", *map(_line, caches)]
+    if leftovers:
+        size = readable_size(rest)
+        lines.append(f"{size} of interrupted caches; `proximetry cache clean` removes them")
     document = {
         "folder": str(cache_folder()),
         "bytes": total,
-        "caches": [_plain(entry) for entry in caches],
-        "leftovers": [_plain(entry) for entry in leftovers],
+        "caches": _plain(caches),
+        "leftovers": _plain(leftovers),
     }
-    lines = [f"{cache_folder()}: {len(caches)} caches, {readable_size(total)} in all"]
-    lines.append(f"{'name':30}{'size':>10}  {'last used':16}  images")
-    lines += map(_line, caches)
-    if leftovers:
-        size = readable_size(sum(entry.size for entry in leftovers))
-        lines.append(f"{size} of interrupted caches; `proximetry cache clean` removes them")
-    empty = f"{cache_folder()} is empty"
-    print_result(as_json, document, "\n".join(lines) if caches or leftovers else empty)
+    print_result(as_json, document, "\n".join(lines))
 
 
 def clean(
     *names: str,
     unused_for: str | None = None,
+    dry_run: Flag = False,
     keep: str | None = None,
-    dry_run: Annotated[bool, Parameter(negative=())] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove caches, and interrupted ones in any case; they are built again when needed.
@@ -70,35 +68,29 @@ def clean(
             "no caches selected. Name some of `proximetry cache list`, or use --unused-for 30d or "
             "--keep 20GB."
         )
-    age = None if unused_for is None else _parse(unused_for, _SECONDS, "--unused-for", "30d")
-    limit = None if keep is None else _parse(keep, _BYTES, "--keep", "20GB")
     caches = list_caches()
     selected = [*list_leftovers(), *_named(caches, names)]
-    if age is not None:
-        selected += [entry for entry in caches if time.time() - entry.used > age]
-    rest = [entry for entry in caches if entry not in selected]
-    if limit is not None:
-        size = sum(entry.size for entry in rest)
-        for entry in reversed(rest):  # the least recently used first
-            if size > limit:
-                selected.append(entry)
-                size -= entry.size
-    removed: list[CacheEntry] = []
-    busy: list[CacheEntry] = []
-    for entry in dict.fromkeys(selected):
-        (removed if remove(entry, dry_run=dry_run) else busy).append(entry)
-    freed = sum(entry.size for entry in removed)
+    if unused_for is not None:
+        oldest = time.time() - _parse(unused_for, _SECONDS, "--unused-for", "30d")
+        selected += [entry for entry in caches if entry.used < oldest and entry not in selected]
+    if keep is not None:
+        limit = _parse(keep, _BYTES, "--keep", "20GB")
+        remaining = [entry for entry in caches if entry not in selected]
+        while _size(remaining) > limit:
+            selected.append(remaining.pop())  # the least recently used
+    removed = [entry for entry in selected if remove(entry, dry_run=dry_run)]
+    busy = [entry for entry in selected if entry not in removed]
     document = {
         "folder": str(cache_folder()),
         "dry_run": dry_run,
-        "removed": [_plain(entry) for entry in removed],
-        "in_use": [_plain(entry) for entry in busy],
-        "bytes": freed,
+        "removed": _plain(removed),
+        "in_use": _plain(busy),
+        "bytes": _size(removed),
     }
     verb, would = ("would remove", "would free") if dry_run else ("removed", "freed")
     lines = [f"{verb} {_line(entry)}" for entry in removed]
     lines += [f"{_short(entry)} is in use and stays" for entry in busy]
-    lines.append(f"{would} {readable_size(freed)}" if removed else "nothing to remove")
+    lines.append(f"{would} {readable_size(_size(removed))}" if removed else "nothing to remove")
     print_result(as_json, document, "\n".join(lines))
 
 
@@ -115,14 +107,10 @@ def verify(*names: str, as_json: AsJson = False) -> None:
     damaged = [entry for entry in entries if not is_intact(entry.path)]
     for entry in damaged:
         remove(entry)
-    document = {
-        "verified": [_plain(entry) for entry in entries],
-        "damaged": [_plain(entry) for entry in damaged],
-    }
     lines = [f"removed damaged {_line(entry)}" for entry in damaged]
-    print_result(
-        as_json, document, "\n".join([*lines, f"{len(entries)} caches, {len(damaged)} damaged"])
-    )
+    lines.append(f"{counted(len(entries), 'cache')}, {len(damaged)} damaged")
+    document = {"verified": _plain(entries), "damaged": _plain(damaged)}
+    print_result(as_json, document, "\n".join(lines))
 
 
 def _parse(text: str, units: dict[str, int], option: str, example: str) -> float:
@@ -140,27 +128,35 @@ def _named(caches: Sequence["CacheEntry"], names: Sequence[str]) -> list["CacheE
     selected = []
     for name in names:
         prefix = name.rstrip("/…")
-        matches = [entry for entry in caches if entry.name.startswith(prefix)]
-        matches = matches or [entry for entry in caches if entry.path.name.startswith(prefix)]
-        exact = [entry for entry in matches if prefix in (entry.name, entry.path.name)]
-        if len(exact or matches) != 1:
+        matches = [
+            entry
+            for entry in caches
+            if entry.name.startswith(prefix) or entry.path.name.startswith(prefix)
+        ]
+        if len(matches) != 1:
             which = f"several caches match: {some(map(_short, matches))}" if matches else "no match"
             raise UsageError(f"not the name of one cache: {name}, {which}")
-        selected += exact or matches
-    return selected
+        selected += matches
+    return list(dict.fromkeys(selected))
 
 
-def _plain(entry: "CacheEntry") -> dict[str, Any]:
-    used = datetime.fromtimestamp(entry.used).astimezone()
-    return {
-        "name": entry.name,
-        "path": str(entry.path),
-        "bytes": entry.size,
-        "last_used": used.isoformat(timespec="seconds"),
-        "data": [entry.root] if entry.root else [],
-        "images": entry.images,
-        "about": entry.about,
-    }
+def _size(entries: Iterable["CacheEntry"]) -> int:
+    return sum(entry.size for entry in entries)
+
+
+def _plain(entries: Iterable["CacheEntry"]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": entry.name,
+            "path": str(entry.path),
+            "bytes": entry.size,
+            "last_used": datetime.fromtimestamp(entry.used).astimezone().isoformat("T", "seconds"),
+            "data": [entry.root] if entry.root else [],
+            "images": entry.images,
+            "about": entry.about,
+        }
+        for entry in entries
+    ]
 
 
 def _short(entry: "CacheEntry") -> str:
@@ -170,7 +166,7 @@ def _short(entry: "CacheEntry") -> str:
 
 def _line(entry: "CacheEntry") -> str:
     used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
-    images = "" if entry.images is None else f"{spaced(entry.images)} images"
+    images = "" if entry.images is None else counted(entry.images, "image")
     root = re.sub(rf"^{re.escape(str(Path.home()))}/", "~/", entry.root)
     about = "; ".join(filter(None, [root, images, entry.about]))
     return f"{_short(entry):30}{readable_size(entry.size):>10}  {used}  {about}".rstrip()

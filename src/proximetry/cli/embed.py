@@ -4,24 +4,14 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any
 
 from proximetry._util.errors import UsageError, first_few, need
 from proximetry._util.files import atomic_write
 from proximetry._util.types import Progress
 from proximetry.cli.inputs import Image, find_images, load_embedder, processes
-from proximetry.cli.output import (
-    AsJson,
-    BadImages,
-    BatchSize,
-    TableColumns,
-    check_out,
-    print_result,
-    progress_bar,
-    skip_hint,
-)
+from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Flag, TableColumns
+from proximetry.cli.output import check_out, print_result, progress_bar, skip_hint
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,10 +26,10 @@ def embed(
     *images: str,
     out: Path = Path("vectors.npz"),
     batch_size: BatchSize = 64,
-    flip: Annotated[bool, Parameter(negative=())] = False,
+    flip: Flag = False,
     bad_images: BadImages = "error",
     columns: TableColumns = None,
-    device: str | None = None,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Embed images and write the embeddings to a file.
@@ -53,20 +43,17 @@ def embed(
         out: file to write. .npz holds the arrays vectors, paths and, if the images come from
             class folders or a table, labels; .npy the vectors, with paths and labels in a file
             beside it, v.npy.json for v.npy; .parquet the columns path, label and vector.
-        batch_size: images per forward pass.
         flip: append the embedding of the flipped image.
-        device: cpu or cuda; default: cuda if there is a GPU.
     """
     from proximetry.data.vectors import SUFFIXES, rows_file
 
-    if out.suffix not in SUFFIXES:
-        raise UsageError(f"--out {out} must end in {', '.join(SUFFIXES)}")
+    check_out(out, SUFFIXES, images)
     if out.suffix == ".parquet":
         need("pyarrow", "images", "Writing Parquet")
     written = [out, rows_file(out)] if out.suffix == ".npy" else [out]
     skip, skipped_file = bad_images == "skip", out.with_name(f"{out.name}.skipped.json")
-    for file in [*written, skipped_file] if skip else written:
-        check_out(file, images)
+    for file in [*written[1:], *([skipped_file] if skip else [])]:
+        check_out(file, [".json"], images)
     files, notes = find_images(images, columns, allow_missing=skip)
     if not files:
         raise UsageError(f"no images in {', '.join(images) or 'the arguments'}")

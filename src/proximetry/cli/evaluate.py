@@ -1,6 +1,5 @@
 """`proximetry evaluate`: retrieval metrics of an embedder or of vectors."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import isfinite
@@ -11,18 +10,17 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from proximetry._util.errors import UsageError, first_few, some
-from proximetry._util.files import atomic_write
 from proximetry.cli.inputs import load_embedder, open_images
-from proximetry.cli.output import (
+from proximetry.cli.options import (
     AsJson,
     BadImages,
     BatchSize,
+    Device,
+    Document,
+    Flag,
     TableColumns,
-    check_document,
-    print_result,
-    progress_bar,
-    skip_hint,
 )
+from proximetry.cli.output import check_out, print_result, progress_bar, skip_hint
 from proximetry.cli.search import LARGEST_K
 from proximetry.cli.train import key_options
 from proximetry.metrics.scores import Metrics
@@ -46,16 +44,19 @@ def evaluate(
     eval_dims: Annotated[
         tuple[int, ...] | None, Parameter(validator=Number(gte=1, lte=LARGEST_DIM))
     ] = None,
-    per_class: Annotated[bool, Parameter(negative=())] = False,
+    per_class: Flag = False,
     confusions: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
-    binary: Annotated[bool, Parameter(negative=())] = False,
+    binary: Flag = False,
     expand: Annotated[int, Parameter(validator=Number(gte=0, lte=LARGEST_K))] = 0,
-    rerank: Annotated[bool, Parameter(negative=())] = False,
-    batch_size: BatchSize | None = None,
+    rerank: Flag = False,
+    batch_size: Annotated[
+        BatchSize | None,
+        Parameter(help="images per forward pass; default: as in the evaluation of the run."),
+    ] = None,
     bad_images: BadImages = "error",
     columns: TableColumns = None,
-    device: str | None = None,
-    out: Path | None = None,
+    device: Device = None,
+    out: Document = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate an embedder (or precomputed vectors) on retrieval metrics.
@@ -75,24 +76,21 @@ def evaluate(
         per_class: also show the classes with the worst metrics; with --json and --out, all.
         confusions: also show this many of the most frequently confused pairs of classes.
         binary: also search by binary codes, with and without re-ranking by the vectors; prints
-            bytes per image and time per query.
+            bytes per image.
         expand: also show query expansion with this many neighbors.
         rerank: also show k-reciprocal re-ranking of the nearest images.
-        batch_size: images per forward pass; default: as in the evaluation of the run.
-        device: cpu or cuda; default: cuda if there is a GPU.
-        out: also write the JSON document to this file, which ends in .json.
     """
     from proximetry.data import resolve_source
 
     data = str(embedder) if source is None else source
-    check_document(out, [data])
+    check_out(out, [".json"], [data])
     if source is None:
         _check_vectors(embedder)
     name, path = resolve_source(data, root)
 
     import torch  # takes seconds: wrong paths are reported before
 
-    from proximetry.cli.search_methods import SearchMethods, make_rows
+    from proximetry.cli.search_methods import make_rows
     from proximetry.training import evaluator, query_gallery
 
     model = None if source is None else load_embedder(embedder, device)
@@ -101,8 +99,8 @@ def evaluate(
     saved = evaluator.saved_evaluation(model)
     metrics = replace(saved.metrics, **options)
     similarity = model.architecture.similarity if model is not None else similarity or "cosine"
-    methods = SearchMethods(binary, expand, rerank)
-    methods.check(similarity)
+    if expand and similarity != "cosine":
+        raise UsageError(f"--expand requires cosine similarity, got {similarity}")
     skip, skipped = bad_images == "skip", list[str]()
     catalog: Any  # without an embedder, of vectors
     catalog, chosen = query_gallery.choose_split(
@@ -133,7 +131,15 @@ def evaluate(
             vectors, compared, similarity, metrics, eval_dims, binary=codes, progress=report
         )
         arguments = query_gallery.compared(vectors, compared, similarity)
-        rows = make_rows(methods, next(iter(scored.values())), arguments, metrics, report)
+        rows = make_rows(
+            next(iter(scored.values())),
+            arguments,
+            metrics,
+            report,
+            binary=binary,
+            expand=expand,
+            rerank=rerank,
+        )
     document: dict[str, Any] = {
         "embedder": str(embedder) if source else None,
         "similarity": similarity,
@@ -148,9 +154,7 @@ def evaluate(
         "notes": [*catalog.notes, *notes],
         "skipped": skipped,
     }
-    if out is not None:
-        atomic_write(out, json.dumps(document, indent=2).encode())
-    print_result(as_json, document, as_text(document, Path(data).name or data))
+    print_result(as_json, document, as_text(document, Path(data).name or data), out)
 
 
 def _check_vectors(file: Path) -> None:

@@ -1,12 +1,9 @@
 """`proximetry export` and `proximetry push`: embedders for other programs and people."""
 
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
-from proximetry._util.errors import UsageError
 from proximetry.cli.inputs import load_embedder
+from proximetry.cli.options import Flag
 from proximetry.cli.output import check_out, echo
 
 
@@ -18,9 +15,7 @@ def export(embedder: Path, out: Path, *, opset: int = 18) -> None:
         out: the .onnx file to write.
         opset: version of the ONNX operators.
     """
-    if out.suffix != ".onnx":
-        raise UsageError(f"{out} must end in .onnx")
-    check_out(out)
+    check_out(out, [".onnx"], option="OUT")
     model = load_embedder(embedder, "cpu")
     model.export_onnx(out, opset=opset)
     inputs = str(model.preprocessing)
@@ -35,7 +30,7 @@ def push(
     repo: str,
     *,
     license: str | None = None,
-    private: Annotated[bool, Parameter(negative=())] = False,
+    private: Flag = False,
 ) -> None:
     """Upload an embedder, with a model card, to a repository of the Hugging Face Hub.
 

@@ -1,26 +1,22 @@
 """The commands of `proximetry faces`."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from proximetry._util.errors import UsageError
-from proximetry._util.files import atomic_write
+from cyclopts import Parameter
+
 from proximetry.cli.inputs import processes
-from proximetry.cli.output import (
-    AsJson,
-    BatchSize,
-    check_document,
-    check_out,
-    echo,
-    print_result,
-    progress_bar,
-)
-from proximetry.faces import BadImages, Keep, Size
+from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Document
+from proximetry.cli.output import check_out, echo, print_result, progress_bar
+from proximetry.faces import Keep, Size
 
+INPUT = (
+    "input of an ONNX file, as JSON or a JSON file: size, channels, range, mean, std, output; "
+    "default: the .json beside it, else 112×112, RGB, (x − 127.5) / 127.5."
+)
 ABOUT = "Align faces, and test face embedders by the protocols of LFW, YTF and MegaFace."
 
 
@@ -60,11 +56,14 @@ def align(
             log=partial(echo, to_stderr=as_json),
         )
     document = dataclasses.asdict(result) | {"out": str(result.out), "report": str(result.report)}
-    kept = {"all": "all were", "largest": "the largest was"}
-    chosen = kept.get(keep, "the one nearest to the center was")
+    which = {
+        "all": "all were",
+        "largest": "the largest was",
+        "center": "the one nearest to the center was",
+    }
     lines = [f"aligned {result.faces} faces of {result.images} images to {out} ({size})"]
     if result.several:
-        lines.append(f"{result.several} images show several faces, of which {chosen} kept")
+        lines.append(f"{result.several} images show several faces, of which {which[keep]} kept")
     if result.no_face:
         lines.append(f"{result.no_face} images show no face")
     if result.unreadable:
@@ -73,19 +72,47 @@ def align(
     print_result(as_json, document, "\n".join(lines))
 
 
+@dataclasses.dataclass(frozen=True)
+class ProtocolOptions:
+    """Options of both protocols."""
+
+    input: Annotated[str | None, Parameter(help=INPUT)] = None
+    bad_images: BadImages = "error"
+    batch_size: BatchSize = 64
+    device: Device = None
+    out: Document = None
+    as_json: AsJson = False
+
+    def run(self, title: str, work: Callable[..., Any], embedder: Path, inputs: object) -> Any:
+        """Run a protocol in the processes of torchrun; return the result in the first one only."""
+        import torch.distributed as dist
+
+        from proximetry.faces import open_embedder
+
+        with processes(self.device) as world, progress_bar(title, shown=world.leads) as report:
+            result = work(
+                open_embedder(embedder, self.input, world.device),
+                inputs,
+                batch_size=self.batch_size,
+                bad_images=self.bad_images,
+                progress=report,
+                group=dist.group.WORLD if world.size > 1 else None,
+            )
+        return result if world.leads else None
+
+
+Options = Annotated[ProtocolOptions, Parameter(name="*")]
+DEFAULTS = ProtocolOptions()
+
+
 def verify(
     embedder: Path,
     images: Path,
     pairs: Path,
     /,
     *,
-    input_: str | None = None,
-    bad_images: BadImages = "error",
-    batch_size: BatchSize = 64,
-    device: str | None = None,
+    options: Options = DEFAULTS,
     roc: Path | None = None,
-    out: Path | None = None,
-    as_json: AsJson = False,
 ) -> None:
     """Verify pairs of faces (same person or not): LFW, YTF, or a custom list.
 
@@ -97,27 +124,21 @@ def verify(
         images: folder with <person>/<person>_0001.jpg (any image extension), as LFW comes and
             `proximetry faces align` writes; of videos with <person>/<video>/<frames>.
         pairs: LFW's pairs.txt, YTF's splits.txt, or CSV: image,image,same[,fold].
-        input_: input of an ONNX file, as JSON or a JSON file: size, channels, range, mean, std,
-            output; default: the .json beside it, else 112×112, RGB, (x − 127.5) / 127.5.
-        bad_images: stop at missing or unreadable images, or skip and list their pairs.
-        batch_size: images per forward pass.
-        device: cpu or cuda; default: cuda where there is a GPU.
         roc: draw the ROC curve to this file, .svg.
-        out: also write the JSON document to this file, which ends in .json.
     """
     from proximetry.faces import read_protocol
     from proximetry.faces.verify import draw_roc, verify_pairs
 
-    _check_outputs(out, "--roc", roc, pairs, embedder)
-    protocol = read_protocol(pairs, images, bad_images)
-    result = _run(
-        "verifying", verify_pairs, embedder, input_, protocol, device, batch_size, bad_images
-    )
+    check_out(roc, [".svg"], [pairs, embedder], "--roc")
+    check_out(options.out, [".json"], [pairs, embedder])
+    protocol = read_protocol(pairs, images, options.bad_images)
+    result = options.run("verifying", verify_pairs, embedder, protocol)
     if result is None:
         return
     if roc is not None:
         draw_roc(result.result, f"{embedder.name}, {protocol.format}", roc)
-    _report({"images_from": str(images), "pairs_from": str(pairs)}, result, out, as_json)
+    document = {"images_from": str(images), "pairs_from": str(pairs), **result.document()}
+    print_result(options.as_json, document, str(result), options.out)
 
 
 def identify(
@@ -125,14 +146,9 @@ def identify(
     probes: Path,
     /,
     *,
+    options: Options = DEFAULTS,
     distractors: Path | None = None,
-    input_: str | None = None,
-    bad_images: BadImages = "error",
-    batch_size: BatchSize = 64,
-    device: str | None = None,
     cmc: Path | None = None,
-    out: Path | None = None,
-    as_json: AsJson = False,
 ) -> None:
     """Identify faces among many distractors: MegaFace's protocol.
 
@@ -146,71 +162,23 @@ def identify(
         distractors: folder of images of other people, or their vectors by the same embedder (.npy,
             which is not read into memory, or .npz, as `proximetry embed --flip` writes); default:
             the people in PROBES who have one image only.
-        input_: input of an ONNX file, as JSON or a JSON file: size, channels, range, mean, std,
-            output; default: the .json beside it, else 112×112, RGB, (x − 127.5) / 127.5.
-        bad_images: stop at unreadable images, or skip and list them.
-        batch_size: images per forward pass.
-        device: cpu or cuda; default: cuda where there is a GPU.
         cmc: draw the cumulative match curve to this file, .svg.
-        out: also write the JSON document to this file, which ends in .json.
     """
     from proximetry.faces.identify import draw_cmc, identify_people, read_people
 
-    _check_outputs(out, "--cmc", cmc, embedder, *([distractors] if distractors else ()))
+    sources = [embedder, *([distractors] if distractors else [])]
+    check_out(cmc, [".svg"], sources, "--cmc")
+    check_out(options.out, [".json"], sources)
     people = read_people(probes, distractors)
-    result = _run(
-        "identifying", identify_people, embedder, input_, people, device, batch_size, bad_images
-    )
+    result = options.run("identifying", identify_people, embedder, people)
     if result is None:
         return
     if cmc is not None:
         draw_cmc(result.result, embedder.name, cmc)
-    _report({"probes_from": str(probes)}, result, out, as_json)
+    document = {"probes_from": str(probes), **result.document()}
+    print_result(options.as_json, document, str(result), options.out)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__: command for command in (align, verify, identify)
 }
-
-
-def _run(
-    title: str,
-    work: Callable[..., Any],
-    embedder: Path,
-    contract: str | None,
-    inputs: object,
-    device: str | None,
-    batch_size: int,
-    bad_images: BadImages,
-) -> Any:
-    """Run a protocol in the processes of torchrun; return the result, in the first process only."""
-    import torch.distributed as dist
-
-    from proximetry.faces import open_embedder
-
-    with processes(device) as world, progress_bar(title, shown=world.leads) as report:
-        result = work(
-            open_embedder(embedder, contract, world.device),
-            inputs,
-            batch_size=batch_size,
-            bad_images=bad_images,
-            progress=report,
-            group=dist.group.WORLD if world.size > 1 else None,
-        )
-    return result if world.leads else None
-
-
-def _check_outputs(out: Path | None, option: str, figure: Path | None, *sources: Path) -> None:
-    """Check the output files before the work."""
-    if figure is not None and figure.suffix.lower() != ".svg":
-        raise UsageError(f"{option} {figure} must end in .svg")
-    check_document(out, sources)
-    if figure is not None:
-        check_out(figure, sources)
-
-
-def _report(sources: dict[str, str], result: Any, out: Path | None, as_json: bool) -> None:
-    document = sources | result.document()
-    if out is not None:
-        atomic_write(out, json.dumps(document, indent=2).encode())
-    print_result(as_json, document, str(result))

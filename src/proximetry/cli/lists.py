@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from proximetry._util.errors import UsageError
-from proximetry.cli.output import AsJson, TableColumns, columns, print_result, wrap
+from proximetry.cli.options import AsJson, TableColumns
+from proximetry.cli.output import columns, print_result, wrap
 
 
 def losses(name: str | None = None, *, as_json: AsJson = False) -> None:

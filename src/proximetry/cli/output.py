@@ -1,4 +1,4 @@
-"""Options that commands share, and what they print: text, or one JSON document for scripts."""
+"""What commands print: text, or one JSON document for scripts; their output files."""
 
 import json
 import shutil
@@ -8,64 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from cyclopts import Parameter, Token
-from cyclopts.validators import Number
+from typing import Any
 
 from proximetry._util.errors import UsageError, printable
-from proximetry._util.files import check_writable
+from proximetry._util.files import atomic_write, check_writable
 from proximetry._util.types import Progress
-from proximetry.models.names import LARGEST_BATCH
-
-AsJson = Annotated[
-    bool,
-    Parameter(name="--json", negative=(), help="print one JSON document, for scripts."),
-]
-
-
-def read_integer(kind: Any, tokens: tuple[Token, ...]) -> int:
-    """Read an integer; cyclopts alone would round 2.5."""
-    return int(tokens[0].value)
-
-
-BatchSize = Annotated[
-    int, Parameter(validator=Number(gte=1, lte=LARGEST_BATCH), converter=read_integer)
-]
-
-# Also by the names of the recipe's keys, so that every command takes the options of `train`.
-BadImages = Annotated[
-    Literal["error", "skip"],
-    Parameter(
-        name=["--bad-images", "--data.bad-images"],
-        help="stop at missing or unreadable images, or skip and list them.",
-    ),
-]
-
-
-def read_columns(kind: Any, tokens: Sequence[Token]) -> dict[str, str]:
-    """Read path=file,label=category."""
-    columns: dict[str, str] = {}
-    for pair in tokens[0].value.split(","):
-        field, sign, column = (part.strip() for part in pair.partition("="))
-        if not (field and sign and column) or field in columns:
-            raise ValueError(f"expected pairs such as path=file,label=category, got {pair!r}")
-        columns[field] = column
-    return columns
-
-
-COLUMNS_WORD = "path=COLUMN,label=COLUMN"
-TableColumns = Annotated[
-    Any,
-    Parameter(
-        name=["--columns", "--data.columns"],
-        converter=read_columns,
-        accepts_keys=False,
-        n_tokens=1,
-        metavar=COLUMNS_WORD,
-        help="names of a table's columns that differ from ours.",
-    ),
-]
 
 
 @contextmanager
@@ -82,20 +29,20 @@ def skip_hint() -> Iterator[None]:
         raise ValueError(f"{cause}; --bad-images skip skips such images") from error
 
 
-def check_out(out: Path, sources: Sequence[str | PathLike[str]] = ()) -> None:
-    """Reject an output file that cannot be written or is an input."""
-    check_writable(out)
-    if out.exists() and any(Path(source).exists() and out.samefile(source) for source in sources):
-        raise UsageError(f"--out is an input of this command: {out}. Choose another file.")
-
-
-def check_document(out: Path | None, sources: Sequence[str | PathLike[str]]) -> None:
-    """Reject a file that the JSON document cannot be written to."""
+def check_out(
+    out: Path | None,
+    suffixes: Sequence[str],
+    sources: Sequence[str | PathLike[str]] = (),
+    option: str = "--out",
+) -> None:
+    """Reject an output file of another format, that cannot be written, or that is an input."""
     if out is None:
         return
-    if out.suffix.lower() != ".json":
-        raise UsageError(f"--out {out} must end in .json, for the document that --json prints")
-    check_out(out, sources)
+    if out.suffix not in suffixes:
+        raise UsageError(f"{option} {out} must end in {' or '.join(suffixes)}")
+    check_writable(out)
+    if out.exists() and any(Path(source).exists() and out.samefile(source) for source in sources):
+        raise UsageError(f"{option} is an input of this command: {out}. Choose another file.")
 
 
 def echo(text: str, *, to_stderr: bool = False) -> None:
@@ -103,9 +50,12 @@ def echo(text: str, *, to_stderr: bool = False) -> None:
     print(printable(text), file=sys.stderr if to_stderr else None, flush=True)
 
 
-def print_result(as_json: bool, document: Any, text: str) -> None:
-    """Print the document as JSON, or the text."""
-    echo(json.dumps(document, indent=2) if as_json else text)
+def print_result(as_json: bool, document: Any, text: str, out: Path | None = None) -> None:
+    """Print the document as JSON, or the text; also write the document to ``out``, if any."""
+    content = json.dumps(document, indent=2)
+    if out is not None:
+        atomic_write(out, content.encode())
+    echo(content if as_json else text)
 
 
 @contextmanager

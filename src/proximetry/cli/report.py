@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from proximetry._util.errors import UsageError
-from proximetry._util.files import check_writable
-from proximetry.cli.output import TableColumns, echo, progress_steps
+from proximetry.cli.options import TableColumns
+from proximetry.cli.output import check_out, echo, progress_steps
 
 
 def report(
@@ -29,13 +29,11 @@ def report(
     """
     if not runs:
         raise UsageError("no run given. Give the folder of one, or of several to compare")
-    if out is not None and out.suffix != ".html":
-        raise UsageError(f"--out {out} must end in .html")
-    from proximetry.reports import write_report
-
     place = out or runs[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     if out is not None or runs[0].is_dir():
-        check_writable(place)
+        check_out(place, [".html"])
+    from proximetry.reports import write_report
+
     with progress_steps() as steps:
         missing = write_report(runs, place, source=data, root=root, columns=columns, steps=steps)
     for reason in missing:

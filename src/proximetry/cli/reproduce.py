@@ -28,19 +28,13 @@ def reproduce(
         out: parent of the table's folder: results of the runs, README.md, figures.
         list_: list the tables and exit.
     """
-    from proximetry.reproduce import ReproduceError, list_tables
+    from proximetry.reproduce import list_tables
     from proximetry.reproduce import reproduce as run
-    from proximetry.reproduce.table import RunsFailedError
 
     if list_:
         echo(list_tables())
         return
     if table is None:
         raise UsageError("TABLE is missing: name it before the options; --list lists the tables")
-    try:
-        folder = run(table, data, out, options, report=echo)
-    except RunsFailedError:
-        raise
-    except ReproduceError as error:
-        raise UsageError(str(error)) from error
+    folder = run(table, data, out, options, report=echo)
     echo(f"results in {folder / 'README.md'}")

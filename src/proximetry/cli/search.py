@@ -10,17 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from proximetry._util.errors import UsageError, first_few, shorten, some, spaced
-from proximetry._util.files import check_writable
-from proximetry.cli.output import (
-    AsJson,
-    BadImages,
-    BatchSize,
-    TableColumns,
-    print_result,
-    progress_bar,
-    skip_hint,
-)
+from proximetry._util.errors import UsageError, counted, first_few, shorten, some, spaced
+from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Flag, TableColumns
+from proximetry.cli.output import check_out, print_result, progress_bar, skip_hint
 
 if TYPE_CHECKING:
     from proximetry.search import Gallery, SearchResult
@@ -38,7 +30,7 @@ def index(
     batch_size: BatchSize = 64,
     bad_images: BadImages = "error",
     columns: TableColumns = None,
-    device: str | None = None,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Embed images and build a gallery of them, or add the new ones to a gallery.
@@ -53,8 +45,6 @@ def index(
             milvus:file.db for a local file.
         index: Flat searches exactly, HNSW32, IVF1024,PQ64 and other factory strings of faiss
             approximately, BFlat by binary codes; default: auto, which chooses by size.
-        batch_size: images per forward pass.
-        device: cpu or cuda; default: cuda if there is a GPU.
     """
     from proximetry.cli.inputs import check_there, processes
 
@@ -89,12 +79,12 @@ def index(
                     progress=progress,
                     report=notes.append,
                 )
-    missing: dict[str, None] = {}
-    changed: dict[str, None] = {}
+    missing, changed = set[str](), set[str]()
     for folder in map(os.path.expanduser, images):
         if exists and os.path.isdir(folder) and not is_milvus(gallery):
-            for files, more in zip((missing, changed), opened.outdated(folder), strict=True):
-                files |= dict.fromkeys(more)
+            gone, newer = opened.outdated(folder)
+            missing.update(gone)
+            changed.update(newer)
     skipped = list(map(str, opened.skipped))
     document = {
         "gallery": gallery,
@@ -108,9 +98,10 @@ def index(
         "notes": notes,
     }
     if missing or changed:
+        outdated = some(map(_relative, [*sorted(missing), *sorted(changed)]))
         notes.append(
             f"{len(missing)} missing and {len(changed)} changed files since indexing: "
-            f"{some(map(_relative, [*missing, *changed]))}. To update the gallery, in Python: "
+            f"{outdated}. To update the gallery, in Python: "
             "missing, changed = gallery.outdated(FOLDER); gallery.update(changed); "
             'gallery.remove(gallery.ids({"path": missing}))'
         )
@@ -216,7 +207,7 @@ def search(
         tuple[str, ...], Parameter(metavar="COLUMN=VALUE", consume_multiple=False)
     ] = (),
     expand: Annotated[int, Parameter(validator=Number(gte=0, lte=LARGEST_K))] = 0,
-    rerank: Annotated[bool, Parameter(negative=())] = False,
+    rerank: Flag = False,
     sheet: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
@@ -243,7 +234,7 @@ def search(
     for query in queries:
         if (query / MANIFEST).exists():
             raise UsageError(f"{query} is a gallery. Use proximetry search IMAGE --gallery {query}")
-    _check_sheet(sheet, (".html", ".png"))
+    check_out(sheet, [".html", ".png"], queries, "--sheet")
     for query in queries:  # before torch is imported
         check_there(Path(split_shard_path(str(query))[0]))
     opened, conditions = _open(gallery, model), parse_conditions(where)
@@ -252,69 +243,57 @@ def search(
             list(queries), k, where=conditions, expand=expand, rerank=rerank, progress=progress
         )
     names = [str(query) for query in queries]
-    text = "\n\n".join(_table(name, result, row) for row, name in enumerate(names))
+    columns = {name: result.column(name) for name in result.columns}
+    lists = [(name, _list_results(result, columns, row)) for row, name in enumerate(names)]
+    tables = [_table(name, images, result.similarity) for name, images in lists]
     if sheet is not None:
         from proximetry.search import contact_sheet
 
         contact_sheet(sheet, names, result)
-        text += f"\n\ncontact sheet: {sheet}"
-    columns = {name: result.column(name) for name in result.columns}
+        tables.append(f"contact sheet: {sheet}")
     document = {
         "gallery": gallery,
         "images": len(opened),
         "similarity": result.similarity,
-        "queries": [
-            {
-                "query": name,
-                "found": [
-                    {
-                        "id": int(result.ids[row, rank]),
-                        "similarity": round(float(result.similarities[row, rank]), 6),
-                        **_score(result, row, rank),
-                        **{column: values[row, rank] for column, values in columns.items()},
-                    }
-                    for rank in range(result.k)
-                    if result.ids[row, rank] >= 0
-                ],
-            }
-            for row, name in enumerate(names)
-        ],
+        "queries": [{"query": name, "found": images} for name, images in lists],
     }
-    print_result(as_json, document, text)
+    print_result(as_json, document, "\n\n".join(tables))
 
 
-def _check_sheet(sheet: Path | None, suffixes: Sequence[str]) -> None:
-    if sheet is not None:
-        if sheet.suffix not in suffixes:
-            raise UsageError(f"--sheet {sheet} must end in {' or '.join(suffixes)}")
-        check_writable(sheet)
-
-
-def _score(result: "SearchResult", row: int, rank: int) -> dict[str, float]:
-    """Return the value that determines the order, if it is not the similarity."""
-    return {} if result.scores is None else {"score": round(float(result.scores[row, rank]), 6)}
-
-
-def _table(name: str, result: "SearchResult", row: int) -> str:
-    """Return the results of one query, one per line."""
-    cosine = result.similarity == "cosine"
-    labels = [label or "" for label in result.labels[row]]
-    width = min(24, max([len("class"), *map(len, labels)])) if any(labels) else 0
-    lines = []
-    for rank in range(result.k):
-        if result.ids[row, rank] < 0:
+def _list_results(
+    result: "SearchResult", columns: Mapping[str, Any], row: int
+) -> list[dict[str, Any]]:
+    """Return the results of one query, with the score that orders them, if it is another value."""
+    images = []
+    for rank, image in enumerate(result.ids[row]):
+        if image < 0:
             break
-        near = float(result.similarities[row, rank]) * (1 if cosine else -1)
-        label = f"{shorten(labels[rank], width):{width}}  " if width else ""
-        score = "".join(f"{value:8.4f}  " for value in _score(result, row, rank).values())
-        image = _relative(result.paths[row, rank])
-        lines.append(f"  {rank + 1:>4}  {near:8.4f}  {score}{label}{image}")
-    if not lines:
+        near = round(float(result.similarities[row, rank]), 6)
+        score = {}
+        if result.scores is not None:
+            score["score"] = round(float(result.scores[row, rank]), 6)
+        values = {name: column[row, rank] for name, column in columns.items()}
+        images.append({"id": int(image), "similarity": near, **score, **values})
+    return images
+
+
+def _table(name: str, images: Sequence[Mapping[str, Any]], similarity: str) -> str:
+    """Return the results of one query, one per line."""
+    if not images:
         return f"{name}\n  no results"
-    header = f"  {'':>4}  {'cosine' if cosine else 'distance':>8}  "
-    header += "" if result.scores is None else f"{'score':>8}  "
+    labels = [image["label"] or "" for image in images]
+    width = min(24, max([len("class"), *map(len, labels)])) if any(labels) else 0
+    heading, sign = ("cosine", 1) if similarity == "cosine" else ("distance", -1)
+    header = f"  {'':>4}  {heading:>8}  "
+    header += f"{'score':>8}  " if "score" in images[0] else ""
     header += f"{'class':{width}}  " if width else ""
-    return "\n".join([name, f"{header}image", *lines])
+    lines = [name, f"{header}image"]
+    for rank, (image, label) in enumerate(zip(images, labels, strict=True), 1):
+        line = f"  {rank:>4}  {sign * image['similarity']:8.4f}  "
+        line += f"{image['score']:8.4f}  " if "score" in image else ""
+        line += f"{shorten(label, width):{width}}  " if width else ""
+        lines.append(line + _relative(image["path"]))
+    return "\n".join(lines)
 
 
 def _relative(path: str | None) -> str:
@@ -339,7 +318,7 @@ def duplicates(
             measured with altered copies of some of the images.
         sheet: also write the groups as a self-contained .html page.
     """
-    _check_sheet(sheet, (".html",))
+    check_out(sheet, [".html"], option="--sheet")
     opened = _open(gallery, None)
     with progress_bar("comparing") as progress:
         result = opened.duplicates(threshold, progress=progress)
@@ -368,14 +347,12 @@ def duplicates(
         cosine = opened.similarity == "cosine"
         limit = f"cosine {near:.4f} or larger" if cosine else f"distance {-near:.4f} or smaller"
         lines += [f"{len(group)} images, {limit}", *(f"  {_relative(path)}" for path in paths)]
-    count, members = len(groups), sum(map(len, groups))
-    plural = "" if count == 1 else "s"
-    total = f"{spaced(members)} of {spaced(len(opened))} images"
-    lines.append(f"{spaced(count)} group{plural}, {total}")
+    members = f"{spaced(sum(map(len, groups)))} of {spaced(len(opened))} images"
+    lines.append(f"{counted(len(groups), 'group')}, {members}")
     if sheet is not None:
         from proximetry.search.sheet import group_sheet
 
         shown = group_sheet(sheet, groups)
-        part = "" if shown == count else f" of the first {spaced(shown)} groups"
+        part = "" if shown == len(groups) else f" of the first {spaced(shown)} groups"
         lines.append(f"contact sheet{part}: {sheet}")
     print_result(as_json, document, "\n".join(lines))

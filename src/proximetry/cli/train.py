@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_origin
 from typing import get_type_hints as type_hints
@@ -14,7 +15,8 @@ from typing import get_type_hints as type_hints
 from cyclopts import Group, Parameter, Token
 
 from proximetry._util.errors import shown, some
-from proximetry.cli.output import COLUMNS_WORD, AsJson, echo, print_result, read_columns, wrap
+from proximetry.cli.options import AsJson, ColumnPairs, Device, Flag
+from proximetry.cli.output import print_result, wrap
 from proximetry.data.datasets import list_datasets, not_found, resolve_source
 from proximetry.recipe.loading import (
     RecipeError,
@@ -30,11 +32,12 @@ from proximetry.recipe.schema import AUTO, Recipe, Section, recipe_keys
 
 ON_GPU, ON_CPU, FOR_VECTORS = "default", "default-cpu", "vectors"
 RUNS = Path("runs")
-WIDTH = 80  # of a command in the summary
 
 
-def _as_yaml(kind: Any, tokens: tuple[Token, ...]) -> Any:
-    """Read words as YAML; the recipe validates them."""
+def _read_value(kind: Any, tokens: tuple[Token, ...], *, as_text: bool = False) -> Any:
+    """Read words as YAML, which the recipe validates, or a word as text; null is None."""
+    if as_text:
+        return None if tokens[0].value == "null" else tokens[0].value
     values = []
     for token in tokens:
         try:
@@ -46,11 +49,6 @@ def _as_yaml(kind: Any, tokens: tuple[Token, ...]) -> Any:
     return [] if values in ([""], [[]], [None]) else values  # cyclopts turns [] into ""
 
 
-def _text_or_none(kind: Any, tokens: tuple[Token, ...]) -> str | None:
-    """Read a word as text, and null as None."""
-    return None if tokens[0].value == "null" else tokens[0].value
-
-
 def _option(kind: Any, default: Any, about: str) -> Any:
     """Return the type of the option of a key."""
     members = [member for member in get_args(kind) if member is not type(None)]
@@ -58,24 +56,17 @@ def _option(kind: Any, default: Any, about: str) -> Any:
     kind = members[0] if optional and len(members) == 1 else kind
     kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     origin = get_origin(kind)
-    if kind is str and optional:
-        return Annotated[Any, Parameter(help=about, metavar="STR", converter=_text_or_none)]
-    if kind is bool and default == AUTO:
-        words = Parameter(help=about, metavar="auto|true|false", converter=_as_yaml)
-        return Annotated[Any, words]
-    if kind in (bool, str) or origin is Literal:
+    plain = (kind is str and not optional) or (kind is bool and default != AUTO)
+    if plain or origin is Literal:
         return Annotated[kind, Parameter(help=about)]
-    if origin is dict and about.endswith("label=category"):
-        pairs = Parameter(
-            help=about, metavar=COLUMNS_WORD, converter=read_columns, accepts_keys=False, n_tokens=1
-        )
-        return Annotated[Any, pairs]
     if origin is dict:
-        value: Any = Annotated[Any, Parameter(converter=_as_yaml)]
-        return Annotated[dict[str, value], Parameter(help=about)]
+        value: Any = Annotated[Any, Parameter(converter=_read_value)]
+        pairs: Any = ColumnPairs if about.endswith("label=category") else dict[str, value]
+        return Annotated[pairs, Parameter(help=about)]
     hint: Any = tuple[Any, ...] if origin is tuple else Any
-    word = "N" if "int" in str(kind) else "X"
-    return Annotated[hint, Parameter(help=about, metavar=word, converter=_as_yaml)]
+    word = {str: "STR", bool: "auto|true|false"}.get(kind, "N" if "int" in str(kind) else "X")
+    read = partial(_read_value, as_text=kind is str)
+    return Annotated[hint, Parameter(help=about, metavar=word, converter=read)]
 
 
 def key_options(section: Any) -> Any:
@@ -88,11 +79,11 @@ def key_options(section: Any) -> Any:
     else:
         for name, info in section.model_fields.items():
             kind: Any = info.annotation
-            nested = dataclasses.is_dataclass(kind) or (
-                isinstance(kind, type) and issubclass(kind, Section)
-            )
-            option = _option(kind, info.default, info.description or "") if not nested else None
-            hints[name] = key_options(kind) if nested else option
+            is_section = isinstance(kind, type) and issubclass(kind, Section)
+            if is_section or dataclasses.is_dataclass(kind):
+                hints[name] = key_options(kind)
+            else:
+                hints[name] = _option(kind, info.default, info.description or "")
     return TypedDict(f"{section.__name__}Options", hints, total=False)  # type: ignore[operator]
 
 
@@ -115,11 +106,11 @@ def train(
     /,
     *,
     recipe: str | None = None,
-    device: str | None = None,
-    fresh: Annotated[bool, Parameter(negative=())] = False,
+    device: Device = None,
+    fresh: Flag = False,
     config: Path | None = None,
-    print_config: Annotated[bool, Parameter(negative=())] = False,
-    dry_run: Annotated[bool, Parameter(negative=())] = False,
+    print_config: Flag = False,
+    dry_run: Flag = False,
     as_json: AsJson = False,
     overrides: RecipeOptions = {},  # noqa: B006
 ) -> None:
@@ -135,7 +126,6 @@ def train(
             named after the images or the recipe.
         recipe: for your images: a shipped recipe's name or a YAML file (see: proximetry recipes);
             default: `default` on a GPU, `default-cpu` elsewhere, `vectors` for vectors.
-        device: cpu, cuda or cuda:1; default: cuda if there is a GPU.
         fresh: remove the run in the folder, even a complete one, and start over.
         config: a YAML file with overrides; those on the command line take precedence.
         print_config: print the recipe with all overrides, and exit.
@@ -154,9 +144,9 @@ def train(
     from proximetry.training.reporting import make_display
 
     leads = os.environ.get("RANK", "0") == "0"  # one of several processes prints
-    for line in plan.lines if leads else ():
-        echo(line, to_stderr=as_json)
     display = make_display(sys.stderr if as_json else None)
+    for line in plan.lines if leads else ():
+        display.message(line)
     start = estimate if dry_run else run
     results = start(plan.recipe, plan.out, device=device, resume=not fresh, display=display)
     text = describe(results) if dry_run else summary(results, plan)
@@ -203,32 +193,33 @@ def make_plan(
             option = f"--{key.replace('_', '-')}"
             raise RecipeError(f"not a folder for the run: {out}. Write {option} {value}")
     request = _read_request(source, recipe_name, changes)
-    recipe_name, recipe, changes = request.recipe_name, request.recipe, request.changes
+
+    from proximetry._util.machine import resolve_device  # torch: wrong paths are reported before
+    from proximetry.training.run_folder import RunFolder
+
+    recipe, recipe_name, changes = request.recipe, request.recipe_name, request.changes
     names = (ON_GPU, ON_CPU) if recipe is None else (recipe.name,)
     lines, reason = list[str](), ""
     if out is None:
         out = _choose_folder(request, names)
         lines.append(f"run folder {out}")
-    saved, saved_name = (None, "") if fresh else _saved_recipe(out)
-    if recipe_name is None and saved_name in names:
-        recipe_name = saved_name
-    elif recipe_name is None:
-        from proximetry._util.machine import resolve_device
-
-        on_gpu = resolve_device(device).type == "cuda"
-        recipe_name = ON_GPU if on_gpu else ON_CPU
-        if not on_gpu:
-            reason = "on the CPU: " if device else "no CUDA device: "
-            lines.insert(0, f"--recipe {ON_GPU} is the larger one, for a GPU")
-    recipe = recipe or Recipe.load(recipe_name, changes)
-    if saved is not None and saved_name in names:
-        cache = {"data.cache": recipe.data.cache}  # depends on the device
-        requested, reason = recipe, f"run in {out}: "
+    saved = None if fresh else RunFolder(out).read_recipe()
+    if saved is not None and saved.name in names:
+        reason, requested = f"run in {out}: ", recipe or Recipe.load(saved.name, changes)
+        cache = {"data.cache": requested.data.cache}  # depends on the device
         recipe = Recipe.load(saved.to_dict(), merge(cache, changes, whole=False))
         before, now = requested.essence(), recipe.essence()
-        own = [f"{key} {shown(now[key])}" for key in now if before[key] not in (AUTO, now[key])]
-        lines += [f"settings of the run: {some(own, 20)}"] if own else []
+        differing = [
+            f"{key} {shown(now[key])}" for key in now if before[key] not in (AUTO, now[key])
+        ]
+        lines += [f"settings of the run: {some(differing, 20)}"] if differing else []
     else:
+        if recipe_name is None and resolve_device(device).type == "cuda":
+            recipe_name = ON_GPU
+        elif recipe_name is None:
+            recipe_name, reason = ON_CPU, "on the CPU: " if device else "no CUDA device: "
+            lines.insert(0, f"--recipe {ON_GPU} is the larger one, for a GPU")
+        recipe = recipe or Recipe.load(recipe_name, changes)
         lines += resets(plain_values(recipe_name), changes)
     size = f", {recipe.model.image_size} px" if recipe.model.image_size else ""
     first = f"{reason}recipe {recipe.name} ({recipe.model.backbone}{size})"
@@ -282,16 +273,6 @@ def _find_images(source: str, changes: Mapping[str, Any]) -> tuple[str, str | No
     return dataset or name, None if path is None else str(path.absolute())
 
 
-def _saved_recipe(path: Path) -> tuple[Recipe | None, str]:
-    """Return the recipe of the run in a folder, and its name; of two stages only the name."""
-    from proximetry.training.run_folder import FIRST_STAGE, RunFolder
-
-    saved = RunFolder(path).read_recipe()
-    first = None if saved else RunFolder(path / FIRST_STAGE).read_recipe()
-    name = saved.name if saved else first.name.removesuffix(", first stage") if first else ""
-    return saved, name
-
-
 def _choose_folder(request: Request, names: tuple[str, ...]) -> Path:
     """Return a free folder below `RUNS`, or one with a run of these recipes on these images."""
     name = re.sub(r"[/\\\x00-\x1f]+", "-", request.name).strip(".- ")[:100] or "run"
@@ -342,22 +323,14 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
     folder = plan.out / SECOND_STAGE if recipe.training.two_stages else plan.out
     run, images = _short(plan.out), _short(Path(data.root or "IMAGES"))
     pairs = ",".join(f"{field}={column}" for field, column in data.columns.items())
-    reading = ["--columns", shlex.quote(pairs)] if pairs else []
-    reading += ["--bad-images", "skip"] if data.bad_images == "skip" else []
-    tested = ["OTHER_IMAGES"]
+    reading = f" --columns {shlex.quote(pairs)}" if pairs else ""
+    reading += " --bad-images skip" if data.bad_images == "skip" else ""
+    tested = "OTHER_IMAGES"
     if "test" in results["selected"]:
-        tested = [data.dataset] if data.root is None else [data.dataset, "--root", images]
+        tested = data.dataset if data.root is None else f"{data.dataset} --root {images}"
         if data.root is not None and resolve_source(data.root)[0] == data.dataset:
-            tested = [images]
+            tested = images
         tested += reading
-    # `embed` does not overwrite its input.
-    same = Path(data.root or "").absolute() == Path("vectors.npz").absolute()
-    commands = [
-        ["report", run],
-        ["evaluate", run, *tested],
-        ["embed", run, images, "--out", "embeddings.npz" if same else "vectors.npz", *reading],
-        ["export", run, shlex.quote(f"{plan.out.name}.onnx")],
-    ]
     return "\n".join(
         [
             table,
@@ -367,7 +340,10 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
             f"results:  {_short(folder / 'results.json')}",
             "",
             "Next:",
-            *map(_command, commands),
+            f"  proximetry report {run}",
+            f"  proximetry evaluate {run} {tested}",
+            f"  proximetry embed {run} {images} --out embeddings.npz{reading}",
+            f"  proximetry export {run} {shlex.quote(f'{plan.out.name}.onnx')}",
         ]
     )
 
@@ -379,15 +355,3 @@ def _short(path: Path) -> str:
         if whole.is_relative_to(base) and whole != base:
             return f"{prefix}{shlex.quote(str(whole.relative_to(base)))}"
     return shlex.quote(str(whole))
-
-
-def _command(words: list[str]) -> str:
-    """Return a command to type, over several lines if it is long."""
-    lines = ["  proximetry"]
-    for word in words:
-        if len(lines[-1]) + len(word) + 3 > WIDTH:
-            lines[-1] += " \\"
-            lines.append(f"      {word}")
-        else:
-            lines[-1] += f" {word}"
-    return "\n".join(lines)

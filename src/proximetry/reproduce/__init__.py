@@ -9,6 +9,7 @@ from proximetry._util.errors import lazy_exports
 from proximetry.reproduce.table import (
     ReproduceError,
     ReproduceOptions,
+    RunsFailedError,
     Table,
     list_tables,
     shipped_tables,
@@ -24,6 +25,7 @@ __all__ = [
     "Interrupted",
     "ReproduceError",
     "ReproduceOptions",
+    "RunsFailedError",
     "Table",
     "list_tables",
     "reproduce",

@@ -89,7 +89,7 @@ def _render(
             "distractors": any("among_train" in line.get("held_out", {}) for line in lines),
             "no_seconds": why_no_seconds(results),
             "findings": findings,
-            "tested": sum(len(found.seeds) > 1 for _, found in findings),
+            "tested": sum(len(finding.seeds) > 1 for _, finding in findings),
             "during_training": curves and _during_training(results),
             **(_convergence(results) if curves else {}),
             "figures": figure_names(results),
@@ -149,11 +149,11 @@ def _ranking(results: Results) -> str:
         runs = results.runs_of[row.name]
         if not runs:
             continue
-        found = [sample(runs, metric, **of) for metric, of in columns.values()]
-        shown = [None if values is None else f"{values.mean:.2f}" for values in found]
+        samples = [sample(runs, metric, **of) for metric, of in columns.values()]
+        shown = [None if values is None else f"{values.mean:.2f}" for values in samples]
         changes = ", ".join(f"{key} {value}" for key, value in row.changes.items())
         cells: list[object] = [row.name, *shown, len(runs), _mean_seconds(runs), changes or "none"]
-        lines.append((-math.inf if found[0] is None else found[0].mean, cells))
+        lines.append((-math.inf if samples[0] is None else samples[0].mean, cells))
     ranked = sorted(lines, key=lambda line: line[0], reverse=True)
     return grid(["row", *columns, "seeds", "s", "changes"], (cells for _, cells in ranked))
 

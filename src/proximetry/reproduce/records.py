@@ -71,8 +71,7 @@ class Record(Section):
 
     def write(self, folder: Path) -> None:
         """Add the run to those of a folder, or replace the one of its id."""
-        records = {**read_records(folder), self.id: self}
-        write_records(folder, records.values())
+        write_records(folder, {**read_records(folder), self.id: self}.values())
 
 
 def write_records(folder: Path, records: Iterable[Record]) -> None:
@@ -163,10 +162,8 @@ class Results:
 
     def selected(self) -> tuple[Row, ...]:
         """Return the rows whose epoch was to be selected, as far as the runs show."""
-        default = self.table.selected_rows() if self.selection else ()
-        return (
-            default if self.selection.keys() <= {row.name for row in default} else self.table.rows
-        )
+        rows = self.table.selected_rows() if self.selection else ()
+        return rows if self.selection.keys() <= {row.name for row in rows} else self.table.rows
 
     def missing(self, seeds: Iterable[int], selected: Iterable[Row]) -> list[str]:
         """Return the ids of the runs that a complete table would also have."""

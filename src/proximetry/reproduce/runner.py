@@ -54,10 +54,6 @@ class Interrupted(Stopped):
     """The command was interrupted after saving everything."""
 
 
-class _MemoryError(ReproduceError):
-    """A run did not fit into memory, perhaps because of concurrent runs."""
-
-
 @dataclass(frozen=True)
 class Job:
     """A run and the inputs of its process.
@@ -91,15 +87,15 @@ class Job:
 def start_process(job: Job, program: Sequence[str] = ("-m", "proximetry", "train")) -> Child:
     """Start `proximetry train` for a job; a single one may use the terminal."""
     words = [sys.executable, *program, str(job.file), str(job.folder.path)]
+    # Threads that wait in loops take the cores from the other runs; docs/faq.md has figures.
+    policy = {"OMP_WAIT_POLICY": "PASSIVE"} if job.parallel > 1 else {}
     environment = {
+        **policy,
         **os.environ,
         FOLLOW_PARENT: str(os.getpid()),
         # Results must not depend on the number of concurrent runs.
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
     }
-    if job.parallel > 1 and "GOMP_SPINCOUNT" not in os.environ:
-        # Threads that wait in loops take the cores from the other runs; docs/faq.md has figures.
-        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with job.log.open("wb") as log:
         return subprocess.Popen(
             [*words, "--device", job.device],
@@ -135,7 +131,8 @@ def reproduce(
 
     Raises:
         Interrupted: after Ctrl-C or SIGTERM; the same call resumes.
-        ReproduceError: invalid arguments, or failed runs with their reasons.
+        ReproduceError: invalid arguments or records.
+        RunsFailedError: some runs failed; with their reasons.
     """
     chosen = Table.load(table)
     home = Path(out) / chosen.name
@@ -152,8 +149,8 @@ def reproduce(
     runs = plan(chosen, options, on_gpu)
     for name in dict.fromkeys(run.recipe.model.backbone for run in runs):
         check_name(name)
-    names = list(dict.fromkeys(run.recipe.data.dataset for run in runs))
-    datasets = {name: _find_data(chosen, name, data, len(names) == 1) for name in names}
+    names = dict.fromkeys(run.recipe.data.dataset for run in runs)
+    datasets = {name: _find_data(chosen, name, data) for name in names}
     with _lock(home, report), _terminate_like_interrupt():
         existing = _check_existing(chosen, home, options, on_gpu)
         if not options.keep_runs:
@@ -202,19 +199,13 @@ def _perform(
     finish: Callable[[Job, int], str],
     report: Report,
 ) -> list[str]:
-    """Run the jobs, ``parallel`` at a time, and return the failures; on interruption, save all.
-
-    A run that is out of memory beside others is repeated separately at the end.
-    """
-    waiting, separate = deque(jobs), deque[Job]()
-    failures: list[str] = []
+    """Run the jobs, ``parallel`` at a time, and return the failures; on interruption, save all."""
+    waiting, failures = deque(jobs), list[str]()
     running: list[tuple[Job, Child]] = []
     try:
-        while waiting or running or separate:
-            if not waiting and not running:
-                waiting, separate, parallel = separate, deque(), 1
+        while waiting or running:
             while waiting and len(running) < parallel:
-                job = replace(waiting.popleft(), parallel=parallel)
+                job = waiting.popleft()
                 job.work.mkdir(exist_ok=True)
                 job.run.recipe.save(job.file)
                 running.append((job, start(job)))
@@ -226,15 +217,10 @@ def _perform(
                 except Exception as error:  # the other runs continue
                     expected = isinstance(error, (ValueError, OSError))
                     text = str(error) if expected else f"{type(error).__name__}: {error}"
-                    message = " ".join(text.split())
-                    if isinstance(error, _MemoryError) and job.parallel > 1:
-                        separate.append(job)
-                        message += "; it will be run again separately"
-                    else:
-                        failures.append(f"{job.run}: {message}")
-                        message = f"failed, {message}"
-                left = len(waiting) + len(running) + len(separate)
-                report(f"{job.run}: {message}; {left} left")
+                    reason = " ".join(text.split())
+                    failures.append(f"{job.run}: {reason}")
+                    message = f"failed, {reason}"
+                report(f"{job.run}: {message}; {len(waiting) + len(running)} left")
             if not ended:
                 time.sleep(0.1)
     finally:  # processes are left only after an interruption
@@ -310,39 +296,32 @@ def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[
 
 def _failure(job: Job, code: int) -> ReproduceError:
     """Return why a process ended with this code."""
-    if code == -signal.SIGKILL:
-        return _MemoryError("its process was killed by signal 9; perhaps memory ran out")
     if code < 0:
-        return ReproduceError(f"its process was killed by signal {-code}")
+        hint = "; perhaps memory ran out" if code == -signal.SIGKILL else ""
+        return ReproduceError(f"its process was killed by signal {-code}{hint}")
     text = job.log.read_text(encoding="utf-8", errors="replace") if job.log.exists() else ""
     lines = [line for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else f"its process ended with code {code}"
     if "memory" in last.lower():
-        return _MemoryError(
-            f"too little memory on {job.device}; use a custom table file with a smaller "
+        fewer = "a smaller --parallel, or " if job.parallel > 1 else ""
+        return ReproduceError(
+            f"too little memory on {job.device}; use {fewer}a custom table file with a smaller "
             "data.batch_size, a larger training.accumulate or data.cache: pixels"
         )
     log = f" (log: {job.log})" if "Traceback" in text else ""
     return ReproduceError(last.removeprefix("proximetry: ") + log)
 
 
-def _find_data(
-    table: Table, name: str, data: str | Path | None, single: bool
-) -> tuple[str | None, Catalog]:
-    """Return the folder of a dataset of the table, and its catalog.
-
-    ``data`` may be the folder of the ``single`` dataset of a table.
-    """
+def _find_data(table: Table, name: str, data: str | Path | None) -> tuple[str | None, Catalog]:
+    """Return the folder of a dataset of the table, and its catalog."""
     info = list_datasets()[name]
     if info.built_in:
         return None, open_dataset(name)
-    itself = f"the folder of {info}, or " if single else ""
-    hint = f"Pass as --data {itself}a folder that holds {'it' if single else info} as {name}/"
+    hint = f"Pass as --data the folder of {info}, or a folder that holds it as {name}/"
     if data is None:
         raise ReproduceError(f"--data is missing. {hint}")
     outer = Path(data).expanduser()
-    inner = outer / name
-    root = (inner if inner.is_dir() or not single else outer).absolute()
+    root = (outer / name if (outer / name).exists() else outer).absolute()
     splits = {"train": info.train, "test": info.test}
     if table.protocol == "held_out":
         del splits["test"]  # it is not used

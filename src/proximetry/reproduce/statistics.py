@@ -46,8 +46,8 @@ def sample(
 ) -> Sample | None:
     """Return a metric over runs, with the arguments of `Record.metrics`; None if no run has it."""
     scale = 1 if metric.endswith("_angle") else 100
-    found = [record.metrics(epoch, **of) for record in records]
-    values = tuple(scale * metrics[metric] for metrics in found if metric in metrics)
+    scores = [record.metrics(epoch, **of) for record in records]
+    values = tuple(scale * metrics[metric] for metrics in scores if metric in metrics)
     return Sample(values) if values else None
 
 

@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from proximetry._util.errors import closest, shown
+from proximetry._util.errors import UsageError, closest, shown
 from proximetry.recipe.loading import (
     RecipeError,
     find_file,
@@ -25,40 +25,41 @@ _SPOKEN = {"+": "plus", "α": "alpha", "δ": "delta"}
 Percentage = Annotated[float, Field(ge=0, le=100)]
 
 
-class ReproduceError(ValueError):
+class ReproduceError(UsageError):
     """An invalid table, option or record."""
 
 
-class RunsFailedError(ReproduceError):
+class RunsFailedError(ValueError):
     """Some runs failed."""
-
-
-def _option(default: Any, about: str) -> Any:
-    return field(default=default, metadata={"help": about})
 
 
 @dataclass(frozen=True)
 class ReproduceOptions:
-    """The options of `proximetry reproduce`."""
+    """The options of `proximetry reproduce`.
 
-    seeds: tuple[int, ...] = _option((0,), "one run per row and seed")
-    rows: tuple[str, ...] = _option((), "only these rows of the table; default: all")
-    parallel: int = _option(1, "number of concurrent runs; seconds are then not compared")
-    backbone: str | None = _option(
-        None, "another network than the table's, such as bn_inception or resnet50.tv_in1k"
-    )
-    weights: str | None = _option(None, "its weights: auto, package, hub, none, or a file")
-    epochs: int | None = _option(
-        None,
-        "another number of epochs; frozen epochs, learning-rate drops and evaluation interval "
-        "scale too",
-    )
-    selection: bool | None = _option(
-        None, "also select the epoch on held-out classes; default: set by the table"
-    )
-    device: str | None = _option(None, "cpu, cuda or cuda:1; default: cuda where there is one")
-    render: bool = _option(False, "only write README.md and the figures again from existing runs")
-    keep_runs: bool = _option(False, "keep checkpoints, embedders and logs of the runs")
+    Attributes:
+        seeds: one run per row and seed
+        rows: only these rows of the table; default: all
+        parallel: number of concurrent runs; seconds are then not compared
+        backbone: another network than the table's, such as bn_inception or resnet50.tv_in1k
+        weights: its weights: auto, package, hub, none, or a file
+        epochs: another number of epochs; schedule and evaluation interval scale too
+        selection: also select the epoch on held-out classes; default: set by the table
+        device: cpu, cuda or cuda:1; default: cuda if there is a GPU
+        render: only write README.md and the figures again from existing runs
+        keep_runs: keep checkpoints, embedders and logs of the runs
+    """
+
+    seeds: tuple[int, ...] = (0,)
+    rows: tuple[str, ...] = ()
+    parallel: int = 1
+    backbone: str | None = None
+    weights: str | None = None
+    epochs: int | None = None
+    selection: bool | None = None
+    device: str | None = None
+    render: bool = False
+    keep_runs: bool = False
 
 
 DEFAULTS = ReproduceOptions()
@@ -143,7 +144,7 @@ class Table(Section):
             the evaluated images, and with flip TTA.
         claims: the published order of the rows.
         selection: whether the epoch is also selected on held-out classes, or the rows for which.
-        differences: sentences about how our setting differs from the published one.
+        differences: how our setting differs from the published one, one text each.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]

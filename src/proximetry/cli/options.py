@@ -1,0 +1,70 @@
+"""Options that commands share."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter, Token
+from cyclopts.validators import Number
+
+from proximetry.models.names import LARGEST_BATCH
+
+Flag = Annotated[bool, Parameter(negative=())]
+AsJson = Annotated[Flag, Parameter(name="--json", help="print one JSON document, for scripts.")]
+
+
+def read_integer(kind: Any, tokens: tuple[Token, ...]) -> int:
+    """Read an integer; cyclopts alone would round 2.5."""
+    return int(tokens[0].value)
+
+
+BatchSize = Annotated[
+    int,
+    Parameter(
+        validator=Number(gte=1, lte=LARGEST_BATCH),
+        converter=read_integer,
+        help="images per forward pass.",
+    ),
+]
+Device = Annotated[
+    str | None, Parameter(help="cpu, cuda or cuda:1; default: cuda if there is a GPU.")
+]
+Document = Annotated[
+    Path | None,
+    Parameter(help="also write the JSON document to this file, which ends in .json."),
+]
+
+# Also by the names of the recipe's keys, so that every command takes the options of `train`.
+BadImages = Annotated[
+    Literal["error", "skip"],
+    Parameter(
+        name=["--bad-images", "--data.bad-images"],
+        help="stop at missing or unreadable images, or skip and list them.",
+    ),
+]
+
+
+def read_columns(kind: Any, tokens: Sequence[Token]) -> dict[str, str]:
+    """Read path=file,label=category."""
+    columns: dict[str, str] = {}
+    for pair in tokens[0].value.split(","):
+        field, sign, column = (part.strip() for part in pair.partition("="))
+        if not (field and sign and column) or field in columns:
+            raise ValueError(f"expected pairs such as path=file,label=category, got {pair!r}")
+        columns[field] = column
+    return columns
+
+
+ColumnPairs = Annotated[
+    Any,
+    Parameter(
+        converter=read_columns, accepts_keys=False, n_tokens=1, metavar="path=COLUMN,label=COLUMN"
+    ),
+]
+TableColumns = Annotated[
+    ColumnPairs,
+    Parameter(
+        name=["--columns", "--data.columns"],
+        help="names of a table's columns that differ from ours.",
+    ),
+]
