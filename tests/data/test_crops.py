@@ -19,7 +19,7 @@ from proximetry.data import (
     open_image,
     resize_and_center_crop,
 )
-from proximetry.data.augment.resample import resample
+from proximetry.data.resample import resample
 
 SIZES = [(40, 56), (64, 48), (33, 33), (50, 20), (21, 90), (7, 5)]
 MODES = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}

@@ -56,7 +56,7 @@ from proximetry.data.images import (
     open_bytes,
 )
 from proximetry.data.loader import Array, Pixels, decode, parallel_map
-from proximetry.data.shards import shard_members, split_shard_path
+from proximetry.data.folders import shard_members, split_shard_path
 
 _FORMAT = "proximetry pixels 5"
 _HOUR = 3600.0

@@ -20,8 +20,8 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from proximetry._util.errors import closest, some
 from proximetry._util.types import Progress
 from proximetry.data.folders import layout, scan_folder
-from proximetry.data.registry import FIELDS
-from proximetry.data.shards import SEPARATOR, scan_shards, shard_members, split_shard_path
+from proximetry.data import FIELDS
+from proximetry.data.folders import SEPARATOR, scan_shards, shard_members, split_shard_path
 from proximetry.data.tables import (
     TEXT,
     Column,

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 
 from proximetry._util.errors import need
-from proximetry.data.shards import Stream, open_path
+from proximetry.data.folders import Stream, open_path
 
 try:
     from PIL import Image, ImageFile, UnidentifiedImageError

@@ -26,8 +26,8 @@ import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
 from proximetry._util.errors import UsageError, closest, shown, some
 from proximetry._util.files import atomic_path
-from proximetry.data.registry import FIELDS
-from proximetry.data.shards import open_file
+from proximetry.data import FIELDS
+from proximetry.data.folders import open_file
 
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
 # How Python writes a missing value: as a label it would join unrelated images in a class.

@@ -16,7 +16,7 @@ import numpy as np
 
 from proximetry._util.errors import UsageError
 from proximetry.data.images import thumbnail
-from proximetry.data.shards import file_state, split_shard_path
+from proximetry.data.folders import file_state, split_shard_path
 from proximetry.search import Gallery
 from proximetry.search.manifest import EMBEDDER, MANIFEST, read_manifest
 

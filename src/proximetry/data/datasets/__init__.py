@@ -6,19 +6,17 @@ Importing this imports neither torch, NumPy, pyarrow nor Pillow, so datasets are
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from proximetry import data
 from proximetry._util.errors import UsageError, closest, shown, spaced
 from proximetry._util.types import Progress
-from proximetry.data.datasets import birds_cars_flowers, faces, products  # noqa: F401
 from proximetry.data.folders import class_folders
-from proximetry.data.registry import DATASETS, DatasetInfo, Size, dataset
 
 if TYPE_CHECKING:
     from proximetry.data.catalog import Catalog
@@ -42,58 +40,194 @@ _SUFFIXES = {
 }
 TABLES = ("csv", "parquet")  # whose columns may have other names
 
+Home: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
+"""Files that identify the folder of a dataset, and its names inside another folder."""
 
-@dataset(
-    "glyphs",
-    title="a thousand characters, built in",
-    layout="nothing: needs no download",
-    built_in=True,
+
+@dataclass(frozen=True)
+class Size:
+    """Images and classes of a part of a dataset."""
+
+    images: int
+    classes: int
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """Metadata of a dataset.
+
+    Attributes:
+        name: for `open_dataset`.
+        reader: module and function that returns the catalog of a folder.
+        title: its full name.
+        layout: what its folder holds.
+        about: what it shows.
+        train: published size of that part, where there is any.
+        test: the same.
+        query: the same.
+        gallery: the same.
+        homes: files that identify its folder.
+        built_in: whether it needs no folder.
+    """
+
+    name: str
+    reader: str
+    title: str
+    layout: str
+    about: str = ""
+    train: Size | None = None
+    test: Size | None = None
+    query: Size | None = None
+    gallery: Size | None = None
+    homes: tuple[Home, ...] = ()
+    built_in: bool = False
+
+    def __str__(self) -> str:
+        text = f"{self.title}: {self.about}" if self.about else self.title
+        if self.train and self.test:
+            text += f", {self.train.classes} classes for training and {self.test.classes} for test"
+        return f"{text} ({self.layout})"
+
+    def read(self, root: Path | None, **options: Any) -> Catalog:
+        """Return the catalog of a folder, or of a file."""
+        reader = resolve_name(f"proximetry.data.{self.reader}")
+        return cast("Catalog", reader(root, **options))
+
+    def find(self, root: Path) -> Path | None:
+        """Return `root` or the sub-folder of it that has the files of this dataset, if any has."""
+        if not root.is_dir():
+            raise ValueError(f"{root} is not a folder")
+        for files, names in self.homes:
+            for home in (root, *(root / name for name in names)):
+                if all((home / file).is_file() for file in files):
+                    return home
+        return None
+
+    def count_notes(self, catalog: Catalog) -> Iterator[str]:
+        """Yield the parts whose numbers of images or classes differ from the published ones."""
+        for part in ("train", "test", "query", "gallery"):
+            size: Size | None = getattr(self, part)
+            if size is None:
+                continue
+            role: dict[str, Any] = {part: True} if part in ("query", "gallery") else {"split": part}
+            rows = catalog.filter(**role)
+            images, classes = len(rows), len(rows.class_names)
+            if Size(images, classes) != size:
+                yield (
+                    f"{self.title} {part}: {images} of {size.images} images, "
+                    f"{classes} of {size.classes} classes"
+                )
+
+
+_INFOS = (
+    DatasetInfo(
+        "cub",
+        "datasets.readers:cub",
+        "CUB-200-2011",
+        "CUB_200_2011/images.txt with images/, or <class>/<image>.jpg, or tar shards",
+        "birds",
+        train=Size(5864, 100),
+        test=Size(5924, 100),
+        homes=((("images.txt", "image_class_labels.txt"), ("CUB_200_2011",)),),
+    ),
+    DatasetInfo(
+        "cars",
+        "datasets.readers:cars",
+        "Cars196",
+        "cars_annos.mat with car_ims/, or devkit/ with cars_train/ and cars_test/, "
+        "or <class>/<image>.jpg, or tar shards",
+        "car models",
+        train=Size(8054, 98),
+        test=Size(8131, 98),
+        homes=(
+            (("cars_annos.mat",), ("stanford_cars", "cars196")),
+            (("devkit/cars_train_annos.mat",), ()),
+        ),
+    ),
+    DatasetInfo(
+        "flowers",
+        "datasets.readers:flowers",
+        "Oxford Flowers 102",
+        "imagelabels.mat with jpg/, or <number of the class>/<image>.jpg, or tar shards",
+        "flowers",
+        train=Size(3493, 51),
+        test=Size(4696, 51),
+        homes=((("imagelabels.mat",), ("flowers-102", "flowers102")),),
+    ),
+    DatasetInfo(
+        "faces",
+        "datasets.readers:faces",
+        "aligned faces, as LFW comes",
+        "<person>/<person>_0001.jpg",
+    ),
+    DatasetInfo(
+        "lfw",
+        "datasets.readers:lfw",
+        "Labeled Faces in the Wild, people with three images or more",
+        "<person>/<person>_0001.jpg",
+        "celebrities, every second one of whom is for training",
+        train=Size(3902, 451),
+        test=Size(3704, 450),
+    ),
+    DatasetInfo(
+        "sop",
+        "datasets.readers:sop",
+        "Stanford Online Products",
+        "Stanford_Online_Products/Ebay_train.txt and Ebay_test.txt with <kind>_final/",
+        train=Size(59551, 11318),
+        test=Size(60502, 11316),
+        homes=((("Ebay_train.txt", "Ebay_test.txt"), ("Stanford_Online_Products",)),),
+    ),
+    DatasetInfo(
+        "inshop",
+        "datasets.readers:inshop",
+        "In-Shop Clothes Retrieval",
+        "Eval/list_eval_partition.txt with Img/img/",
+        train=Size(25882, 3997),
+        test=Size(26830, 3985),
+        query=Size(14218, 3985),
+        gallery=Size(12612, 3985),
+        homes=((("Eval/list_eval_partition.txt",), ("In-shop", "inshop")),),
+    ),
+    DatasetInfo(
+        "glyphs",
+        "datasets.glyphs:glyphs",
+        "a thousand characters, built in",
+        "nothing: needs no download",
+        built_in=True,
+    ),
+    DatasetInfo(
+        "folder",
+        "catalog:Catalog.from_folder",
+        "your own images",
+        "<class>/<image>.jpg, below train/ and test/ or not",
+    ),
+    DatasetInfo(
+        "csv",
+        "catalog:Catalog.from_csv",
+        "your own table",
+        "a file with columns path, label; optional split, query, gallery",
+    ),
+    DatasetInfo(
+        "parquet",
+        "catalog:Catalog.from_parquet",
+        "your own table",
+        "a Parquet file with the same columns",
+    ),
+    DatasetInfo(
+        "vectors",
+        "vectors:VectorCatalog.read",
+        "vectors of anything, with labels",
+        "a .npz, .npy or .parquet file with vectors and labels, as `proximetry embed` writes it",
+    ),
+    DatasetInfo(
+        "shards",
+        "catalog:Catalog.from_shards",
+        "your own images in tar files",
+        "<anything>.tar that hold <class>/<image>",
+    ),
 )
-def _glyphs(root: Path | None) -> Catalog:
-    from proximetry.data.datasets.glyphs import glyphs  # draws with Pillow
-
-    return glyphs(cache=root)
-
-
-@dataset(
-    "folder",
-    title="your own images",
-    layout="<class>/<image>.jpg, below train/ and test/ or not",
-)
-def _folder(root: Path) -> Catalog:
-    return data.Catalog.from_folder(root)
-
-
-@dataset(
-    "csv",
-    title="your own table",
-    layout="a file with columns path, label; optional split, query, gallery",
-)
-def _csv(file: Path, **options: Any) -> Catalog:
-    return data.Catalog.from_csv(file, **options)
-
-
-@dataset("parquet", title="your own table", layout="a Parquet file with the same columns")
-def _parquet(file: Path, **options: Any) -> Catalog:
-    return data.Catalog.from_parquet(file, **options)
-
-
-@dataset(
-    "vectors",
-    title="vectors of anything, with labels",
-    layout="a .npz, .npy or .parquet file with vectors and labels, as `proximetry embed` writes it",
-)
-def _vectors(file: Path) -> Catalog:
-    return data.VectorCatalog.read(file)
-
-
-@dataset(
-    "shards",
-    title="your own images in tar files",
-    layout="<anything>.tar that hold <class>/<image>",
-)
-def _shards(root: Path) -> Catalog:
-    return data.Catalog.from_shards(sorted(root.glob("*.tar")) if root.is_dir() else [root])
+DATASETS = {info.name: info for info in _INFOS}
 
 
 def list_datasets() -> dict[str, DatasetInfo]:
@@ -121,7 +255,7 @@ def resolve_source(
         )
     if place.is_dir():
         for info in DATASETS.values():
-            if any(home.find(place) for home in info.homes):
+            if info.find(place):
                 return info.name, place
         shards = any(place.glob("*.tar")) and not class_folders(place)
         return "shards" if shards else "folder", place

@@ -29,8 +29,19 @@ Rows = Sequence[int] | npt.NDArray[np.int64]
 _LARGEST = 1 << 29
 
 
+class PerImage:
+    """Tensors with one entry per image of a batch: the fields of a dataclass."""
+
+    def __len__(self) -> int:
+        return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]
+
+    def __getitem__(self, part: slice) -> Self:
+        """Return those of a slice of the batch."""
+        return replace(self, **{name: values[part] for name, values in vars(self).items()})  # type: ignore[type-var]
+
+
 @dataclass(frozen=True)
-class Windows:
+class Windows(PerImage):
     """For every image of a batch, the window at (top, left) of height × width to be scaled.
 
     The result is mirrored where `flip` is True.
@@ -42,16 +53,9 @@ class Windows:
     width: Tensor
     flip: Tensor
 
-    def __len__(self) -> int:
-        return len(self.top)
-
-    def __getitem__(self, part: slice) -> Windows:
-        """Return the windows of a slice of the batch."""
-        return Windows(*(getattr(self, f.name)[part] for f in fields(self)))
-
     def table(self) -> Tensor:
         """Return all of it as int64 [image, field]."""
-        return torch.stack([getattr(self, f.name).long() for f in fields(self)], dim=1)
+        return torch.stack([values.long() for values in vars(self).values()], dim=1)
 
 
 def resample(
