@@ -12,8 +12,8 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
 from proximetry.data import CenterCrop, PixelCache, RandomResizedCrop
-from proximetry.data.resample import Windows, resample, window_table
 from proximetry.data.images import resize_and_center_crop, resize_image
+from proximetry.data.resample import Windows, resample, window_table
 from proximetry.kernels.resample import FIELDS, resample_fused
 
 DEVICE = os.environ["KERNEL_DEVICE"]

@@ -46,6 +46,7 @@ from proximetry._util.files import (
 )
 from proximetry._util.types import Progress
 from proximetry.data.catalog import Catalog
+from proximetry.data.folders import shard_members, split_shard_path
 from proximetry.data.images import (
     ImageError,
     Interpolation,
@@ -56,7 +57,6 @@ from proximetry.data.images import (
     open_bytes,
 )
 from proximetry.data.loader import Array, Pixels, decode, parallel_map
-from proximetry.data.folders import shard_members, split_shard_path
 
 _FORMAT = "proximetry pixels 5"
 _HOUR = 3600.0

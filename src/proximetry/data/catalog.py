@@ -19,9 +19,15 @@ import pyarrow as pa  # type: ignore[import-untyped]
 
 from proximetry._util.errors import closest, some
 from proximetry._util.types import Progress
-from proximetry.data.folders import layout, scan_folder
 from proximetry.data import FIELDS
-from proximetry.data.folders import SEPARATOR, scan_shards, shard_members, split_shard_path
+from proximetry.data.folders import (
+    SEPARATOR,
+    layout,
+    scan_folder,
+    scan_shards,
+    shard_members,
+    split_shard_path,
+)
 from proximetry.data.tables import (
     TEXT,
     Column,
@@ -266,12 +272,16 @@ class Catalog:
         return cls(root=Path(root), **scan_folder(Path(root))._asdict())
 
     @classmethod
-    def from_shards(cls, files: Sequence[AnyPath]) -> Catalog:
+    def from_shards(cls, files: AnyPath | Sequence[AnyPath]) -> Catalog:
         """Read tar files that hold ``<class>/<image>``; the images stay where they are.
 
-        A class may be spread over several shards. The class is the folder next to the image;
-        train, val and test around the classes are the splits.
+        `files` may also be one tar file, or a folder of them. A class may be spread over several
+        shards. The class is the folder next to the image; train, val and test around the classes
+        are the splits.
         """
+        if isinstance(files, str | os.PathLike):
+            place = Path(files)
+            files = sorted(place.glob("*.tar")) if place.is_dir() else [place]
         root, found = scan_shards([Path(file) for file in files])
         return cls(root=root, **found._asdict())
 
@@ -338,12 +348,13 @@ class Catalog:
                 _check_files(catalog, allow_missing, progress)
         except ValueError as error:
             raise ValueError(f"{os.fspath(file)}: {error}") from None
-        homes = {
-            "" if split == "all" else split: catalog._named(images > 0)
+        classes = [
+            ("" if split == "all" else split, name)
             for split, images in catalog._images_of_splits.items()
-        }
+            for name in catalog._named(images > 0)
+        ]
         further = f"; further columns, for search only: {some(catalog.columns)}"
-        return replace(catalog, layout=layout(homes) + (further if catalog.columns else ""))
+        return replace(catalog, layout=layout(classes) + (further if catalog.columns else ""))
 
     def to_csv(self, file: AnyPath) -> None:
         """Write the table for `from_csv`; paths stay relative to `root`."""

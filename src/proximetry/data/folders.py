@@ -126,13 +126,7 @@ def scan_folder(root: Path) -> Scan:
             f"all images lie in folders below the class folders, as {'/'.join(paths[0])}; the "
             "outer ones are the classes"
         )
-    for unread, what in (
-        (True, "of an unsupported image format; convert to JPEG or PNG"),
-        (False, "that are not images in a class folder"),
-    ):
-        files = [name for name in ignored if name.lower().endswith(_UNREAD) == unread]
-        if files:
-            notes.append(f"files {what} ({len(files)}): {some(files)}")
+    notes += _ignored_notes(ignored)
     if empty:
         notes.append(f"class folders without images ({len(empty)}): {some(empty)}")
     return Scan(
@@ -142,6 +136,16 @@ def scan_folder(root: Path) -> Scan:
         layout(((f"{path[0]}/" if splits else "", path[depth - 1]) for path in paths), skipped),
         tuple(notes),
     )
+
+
+def _ignored_notes(names: list[str]) -> Iterator[str]:
+    for unread, what in (
+        (True, "of an unsupported image format; convert to JPEG or PNG"),
+        (False, "that are not images in a class folder"),
+    ):
+        files = [name for name in names if name.lower().endswith(_UNREAD) == unread]
+        if files:
+            yield f"files {what} ({len(files)}): {some(files)}"
 
 
 def _split_folders(root: Path, folders: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 
 from proximetry._util.errors import need
-from proximetry.data.folders import Stream, open_path
+from proximetry.data.folders import open_file, shard_members, split_shard_path
 
 try:
     from PIL import Image, ImageFile, UnidentifiedImageError
@@ -23,6 +23,7 @@ except ModuleNotFoundError:
     need("PIL", "images", "Reading images")
 
 Interpolation: TypeAlias = Literal["bilinear", "bicubic"]
+Stream: TypeAlias = io.BufferedReader | io.BytesIO
 Size: TypeAlias = int | tuple[int, int]
 """What images are scaled to: their short side, or height and width whatever their shape was."""
 Source: TypeAlias = "str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any]"
@@ -157,7 +158,16 @@ def check_header(file: str, size: Size) -> tuple[int, int]:
 def open_bytes(path: str) -> Stream:
     """Open an image file or a shard's member, or raise an ImageError that will pass."""
     try:
-        return open_path(path)
+        name, member = split_shard_path(path)
+        if not member:
+            return open_file(name)
+        members = shard_members(name)
+        if member not in members:
+            raise ValueError(f"{name} has no member {member!r}")
+        start, size = members[member]
+        with open_file(name) as file:
+            file.seek(start)
+            return io.BytesIO(file.read(size))
     except FileNotFoundError as error:
         raise ImageError(path, "no such file", passing=True) from error
     except (OSError, ValueError) as error:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import subprocess
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,15 +30,16 @@ Rows = Sequence[int] | npt.NDArray[np.int64]
 _LARGEST = 1 << 29
 
 
+@dataclass(frozen=True)
 class PerImage:
-    """Tensors with one entry per image of a batch: the fields of a dataclass."""
+    """Tensors with one entry per image of a batch."""
 
     def __len__(self) -> int:
-        return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]
+        return len(next(iter(vars(self).values())))
 
     def __getitem__(self, part: slice) -> Self:
-        """Return those of a slice of the batch."""
-        return replace(self, **{name: values[part] for name, values in vars(self).items()})  # type: ignore[type-var]
+        """Return the entries of a slice of the batch."""
+        return replace(self, **{name: values[part] for name, values in vars(self).items()})
 
 
 @dataclass(frozen=True)

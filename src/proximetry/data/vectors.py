@@ -16,8 +16,8 @@ import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
 from proximetry._util.errors import UsageError, shorten, some
 from proximetry._util.files import read_json
-from proximetry.data.catalog import Catalog
 from proximetry.data import FIELDS
+from proximetry.data.catalog import Catalog
 from proximetry.data.tables import MISSING, decode
 
 SUFFIXES = (".npz", ".npy", ".parquet")

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from proximetry._util.errors import UsageError, closest, need, shown, some
-from proximetry.data import Catalog
-from proximetry.data import FIELDS
+from proximetry.data import FIELDS, Catalog
 from proximetry.data.folders import SEPARATOR, split_shard_path
 from proximetry.search.manifest import DamagedGalleryError
 

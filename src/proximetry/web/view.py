@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from proximetry._util.errors import UsageError
-from proximetry.data.images import thumbnail
 from proximetry.data.folders import file_state, split_shard_path
+from proximetry.data.images import thumbnail
 from proximetry.search import Gallery
 from proximetry.search.manifest import EMBEDDER, MANIFEST, read_manifest
 

@@ -57,8 +57,8 @@ def _first_birds(merged: Catalog) -> tuple[set[str], list[str]]:
     if all(numbers.values()):
         return {name for name, match in numbers.items() if match and int(match[1]) <= 100}, []
     note = (
-        f"{_CUB.title}: class folders are not numbered (001.Black_footed_Albatross, …); the first 100 "
-        "in sorted order are taken for training, which need not be the official ones"
+        f"{_CUB.title}: class folders are not numbered (001.Black_footed_Albatross, …); the first "
+        "100 in sorted order are taken for training, which need not be the official ones"
     )
     return set(merged.class_names[:100]), [note]
 
@@ -127,8 +127,8 @@ def _first_cars(merged: Catalog) -> tuple[set[str], list[str]]:
     numbers = [int(d[-1]) if d else 0 for d in digits]
     if len(set(numbers)) < len(numbers) or not 1 <= min(numbers) <= max(numbers) <= total:
         note = (
-            f"{_CARS.title}: images are not numbered through from 1 to {total}; the first 98 classes in "
-            "sorted order are taken for training, which need not be the official ones"
+            f"{_CARS.title}: images are not numbered through from 1 to {total}; the first 98 "
+            "classes in sorted order are taken for training, which need not be the official ones"
         )
         return set(merged.class_names[:98]), [note]
     smallest: dict[str, int] = {}

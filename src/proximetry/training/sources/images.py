@@ -19,10 +19,10 @@ from proximetry._util.machine import available_memory, torch_pool
 from proximetry._util.tensors import chunks
 from proximetry.data import Catalog, CenterCrop, PixelCache
 from proximetry.data.augment import ColorChanges, recolor
-from proximetry.data.resample import Windows
 from proximetry.data.cache import cache_home, estimate, file_sizes, unreadable_images
 from proximetry.data.images import Interpolation, Size
 from proximetry.data.loader import ImageLoader, Pixels
+from proximetry.data.resample import Windows
 from proximetry.models import Preprocessing
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.schema import Recipe
