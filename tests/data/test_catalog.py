@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from proximetry.data import Catalog, ClassBalanced
-from proximetry.data.tables import Column, pack
+from proximetry.data.tables import Column, encode, pack
 
 TEXT = st.text(
     st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), min_size=1, max_size=12
@@ -620,7 +620,7 @@ def test_rows_take_little_more_memory_than_their_bytes(tmp_path):
 
 @given(st.lists(st.none() | st.text(st.characters(blacklist_categories=("Cs",)), max_size=20)))
 def test_columns_of_texts_are_like_tuples(values):
-    column = Column.of(values)
+    column = Column(encode(values))
     assert column == tuple(values)
     assert tuple(column) == tuple(values)
     assert hash(column) == hash(tuple(values))
@@ -634,4 +634,4 @@ def test_columns_of_texts_are_like_tuples(values):
     assert coded.distinct == tuple(sorted(set(texts)))
     assert coded[::3] == texts[::3]
     assert coded[::3].distinct == tuple(sorted(set(texts[::3])))
-    assert pack(Column.of(texts), recurring=True).array == coded.array
+    assert pack(Column(encode(texts)), recurring=True).array == coded.array
