@@ -150,7 +150,7 @@ class Catalog:
         }
         changes: dict[str, Any] = {"columns": {name: taken.pop(name) for name in self.columns}}
         changes |= {FIELDS[name]: values for name, values in taken.items()}
-        if len(np.unique(picks)) < len(picks):
+        if np.bincount(picks).max(initial=0) > 1:
             return replace(self, **changes)  # which reports them
         # Rows of a valid catalog need no validation.
         part = object.__new__(type(self))

@@ -141,7 +141,10 @@ def coded(texts: Sequence[str], codes: npt.NDArray[Any] | None = None) -> Column
 
     Its distinct values are sorted, whole numbers by value.
     """
-    used = set(texts) if codes is None else {texts[i] for i in np.flatnonzero(np.bincount(codes))}
+    if codes is None:
+        used = dict.fromkeys(texts)
+    else:
+        used = dict.fromkeys(texts[i] for i in np.flatnonzero(np.bincount(codes)).tolist())
     names = sorted(used, key=int if all(map(_WHOLE_NAME.fullmatch, used)) else None)
     places = {name: i for i, name in enumerate(names)}
     indices = np.fromiter((places.get(text, -1) for text in texts), np.int32, len(texts))

@@ -6,13 +6,14 @@ Importing this imports neither torch, NumPy, pyarrow nor Pillow, so datasets are
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any
 
 from proximetry._util.errors import UsageError, closest, shown, spaced
 from proximetry._util.types import Progress
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DatasetInfo",
-    "Size",
     "datasets_table",
     "list_datasets",
     "not_found",
@@ -40,21 +40,10 @@ _SUFFIXES = {
 }
 TABLES = ("csv", "parquet")  # whose columns may have other names
 
-Home: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
-"""Files that identify the folder of a dataset, and its names inside another folder."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """Images and classes of a part of a dataset."""
-
-    images: int
-    classes: int
-
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """Metadata of a dataset.
+    """Metadata of a dataset, as `datasets.toml` lists them.
 
     Attributes:
         name: for `open_dataset`.
@@ -62,11 +51,9 @@ class DatasetInfo:
         title: its full name.
         layout: what its folder holds.
         about: what it shows.
-        train: published size of that part, where there is any.
-        test: the same.
-        query: the same.
-        gallery: the same.
-        homes: files that identify its folder.
+        sizes: published numbers of images and classes of train, test, query and gallery.
+        files: lists of files, each of which identifies its folder.
+        folders: names of its folder inside another one.
         built_in: whether it needs no folder.
     """
 
@@ -75,159 +62,46 @@ class DatasetInfo:
     title: str
     layout: str
     about: str = ""
-    train: Size | None = None
-    test: Size | None = None
-    query: Size | None = None
-    gallery: Size | None = None
-    homes: tuple[Home, ...] = ()
+    sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    files: Sequence[Sequence[str]] = ()
+    folders: Sequence[str] = ()
     built_in: bool = False
 
     def __str__(self) -> str:
         text = f"{self.title}: {self.about}" if self.about else self.title
-        if self.train and self.test:
-            text += f", {self.train.classes} classes for training and {self.test.classes} for test"
+        if self.sizes:
+            (_, train), (_, test) = self.sizes["train"], self.sizes["test"]
+            text += f", {train} classes for training and {test} for test"
         return f"{text} ({self.layout})"
-
-    def read(self, root: Path | None, **options: Any) -> Catalog:
-        """Return the catalog of a folder, or of a file."""
-        reader = resolve_name(f"proximetry.data.{self.reader}")
-        return cast("Catalog", reader(root, **options))
 
     def find(self, root: Path) -> Path | None:
         """Return `root` or the sub-folder of it that has the files of this dataset, if any has."""
         if not root.is_dir():
             raise ValueError(f"{root} is not a folder")
-        for files, names in self.homes:
-            for home in (root, *(root / name for name in names)):
+        for files in self.files:
+            for home in (root, *(root / name for name in self.folders)):
                 if all((home / file).is_file() for file in files):
                     return home
         return None
 
     def count_notes(self, catalog: Catalog) -> Iterator[str]:
         """Yield the parts whose numbers of images or classes differ from the published ones."""
-        for part in ("train", "test", "query", "gallery"):
-            size: Size | None = getattr(self, part)
-            if size is None:
-                continue
+        for part, size in self.sizes.items():
             role: dict[str, Any] = {part: True} if part in ("query", "gallery") else {"split": part}
             rows = catalog.filter(**role)
             images, classes = len(rows), len(rows.class_names)
-            if Size(images, classes) != size:
+            if [images, classes] != [*size]:
                 yield (
-                    f"{self.title} {part}: {images} of {size.images} images, "
-                    f"{classes} of {size.classes} classes"
+                    f"{self.title} {part}: {images} of {size[0]} images, "
+                    f"{classes} of {size[1]} classes"
                 )
 
 
-_INFOS = (
-    DatasetInfo(
-        "cub",
-        "datasets.readers:cub",
-        "CUB-200-2011",
-        "CUB_200_2011/images.txt with images/, or <class>/<image>.jpg, or tar shards",
-        "birds",
-        train=Size(5864, 100),
-        test=Size(5924, 100),
-        homes=((("images.txt", "image_class_labels.txt"), ("CUB_200_2011",)),),
-    ),
-    DatasetInfo(
-        "cars",
-        "datasets.readers:cars",
-        "Cars196",
-        "cars_annos.mat with car_ims/, or devkit/ with cars_train/ and cars_test/, "
-        "or <class>/<image>.jpg, or tar shards",
-        "car models",
-        train=Size(8054, 98),
-        test=Size(8131, 98),
-        homes=(
-            (("cars_annos.mat",), ("stanford_cars", "cars196")),
-            (("devkit/cars_train_annos.mat",), ()),
-        ),
-    ),
-    DatasetInfo(
-        "flowers",
-        "datasets.readers:flowers",
-        "Oxford Flowers 102",
-        "imagelabels.mat with jpg/, or <number of the class>/<image>.jpg, or tar shards",
-        "flowers",
-        train=Size(3493, 51),
-        test=Size(4696, 51),
-        homes=((("imagelabels.mat",), ("flowers-102", "flowers102")),),
-    ),
-    DatasetInfo(
-        "faces",
-        "datasets.readers:faces",
-        "aligned faces, as LFW comes",
-        "<person>/<person>_0001.jpg",
-    ),
-    DatasetInfo(
-        "lfw",
-        "datasets.readers:lfw",
-        "Labeled Faces in the Wild, people with three images or more",
-        "<person>/<person>_0001.jpg",
-        "celebrities, every second one of whom is for training",
-        train=Size(3902, 451),
-        test=Size(3704, 450),
-    ),
-    DatasetInfo(
-        "sop",
-        "datasets.readers:sop",
-        "Stanford Online Products",
-        "Stanford_Online_Products/Ebay_train.txt and Ebay_test.txt with <kind>_final/",
-        train=Size(59551, 11318),
-        test=Size(60502, 11316),
-        homes=((("Ebay_train.txt", "Ebay_test.txt"), ("Stanford_Online_Products",)),),
-    ),
-    DatasetInfo(
-        "inshop",
-        "datasets.readers:inshop",
-        "In-Shop Clothes Retrieval",
-        "Eval/list_eval_partition.txt with Img/img/",
-        train=Size(25882, 3997),
-        test=Size(26830, 3985),
-        query=Size(14218, 3985),
-        gallery=Size(12612, 3985),
-        homes=((("Eval/list_eval_partition.txt",), ("In-shop", "inshop")),),
-    ),
-    DatasetInfo(
-        "glyphs",
-        "datasets.glyphs:glyphs",
-        "a thousand characters, built in",
-        "nothing: needs no download",
-        built_in=True,
-    ),
-    DatasetInfo(
-        "folder",
-        "catalog:Catalog.from_folder",
-        "your own images",
-        "<class>/<image>.jpg, below train/ and test/ or not",
-    ),
-    DatasetInfo(
-        "csv",
-        "catalog:Catalog.from_csv",
-        "your own table",
-        "a file with columns path, label; optional split, query, gallery",
-    ),
-    DatasetInfo(
-        "parquet",
-        "catalog:Catalog.from_parquet",
-        "your own table",
-        "a Parquet file with the same columns",
-    ),
-    DatasetInfo(
-        "vectors",
-        "vectors:VectorCatalog.read",
-        "vectors of anything, with labels",
-        "a .npz, .npy or .parquet file with vectors and labels, as `proximetry embed` writes it",
-    ),
-    DatasetInfo(
-        "shards",
-        "catalog:Catalog.from_shards",
-        "your own images in tar files",
-        "<anything>.tar that hold <class>/<image>",
-    ),
-)
-DATASETS = {info.name: info for info in _INFOS}
+_FILE = Path(__file__).with_name("datasets.toml")
+DATASETS = {
+    name: DatasetInfo(name, **entries)
+    for name, entries in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()
+}
 
 
 def list_datasets() -> dict[str, DatasetInfo]:
@@ -315,7 +189,8 @@ def open_dataset(
         options = {"columns": columns, "allow_missing": allow_missing, "progress": progress}
     elif columns:
         raise UsageError(f"data.columns is for tables, not for the dataset {name}. Remove it.")
-    catalog = info.read(None if root is None else Path(root), **options)
+    read = resolve_name(info.reader)
+    catalog: Catalog = read(None if root is None else Path(root), **options)
     if name in TABLES and not len(catalog):
         raise UsageError(f"no rows in the table: {root}. Add one row per image.")
     notes = (*catalog.notes, *info.count_notes(catalog))
@@ -328,14 +203,14 @@ def datasets_table() -> str:
     """Return a Markdown table of the datasets that have published sizes."""
     rows = ["| name | dataset | training | test |", "|---|---|---|---|"]
     for info in DATASETS.values():
-        if info.train and info.test:
-            test = _counted(info.test)
-            if info.query and info.gallery:
-                test += f" ({spaced(info.query.images)} queries, "
-                test += f"{spaced(info.gallery.images)} in the gallery)"
-            rows.append(f"| `{info.name}` | {info.title} | {_counted(info.train)} | {test} |")
+        if info.sizes:
+            counts = {
+                part: f"{spaced(classes)} classes, {spaced(images)} images"
+                for part, (images, classes) in info.sizes.items()
+            }
+            test = counts["test"]
+            if "query" in info.sizes:
+                test += f" ({spaced(info.sizes['query'][0])} queries, "
+                test += f"{spaced(info.sizes['gallery'][0])} in the gallery)"
+            rows.append(f"| `{info.name}` | {info.title} | {counts['train']} | {test} |")
     return "\n".join(rows)
-
-
-def _counted(size: Size) -> str:
-    return f"{spaced(size.classes)} classes, {spaced(size.images)} images"
