@@ -152,10 +152,10 @@ def test_copies_are_reported(catalog, home):
     more = Catalog.from_folder(catalog.root)
     for _ in range(2):  # the second time without reading them
         assert PixelCache.build(more, 16, home).catalog.notes == (
-            "1 image is a copy, byte for byte: class0/copy.png (of class0/0.png)",
-            "2 images are copies of others in another class, byte for byte, so one of the two "
-            "labels is wrong: class1/copy.png (of class0/0.png), class1/more.png (of "
+            "copies of images in the same class, byte for byte (1): class0/copy.png (of "
             "class0/0.png)",
+            "copies of images in another class, byte for byte, so one of the two labels is wrong "
+            "(2): class1/copy.png (of class0/0.png), class1/more.png (of class0/0.png)",
         )
 
 
@@ -427,14 +427,14 @@ def test_file_system_without_locks(catalog, home, monkeypatch):
 def test_unreadable_images_are_cached_until_a_file_changes(catalog, home, monkeypatch):
     break_two(catalog)
     with pytest.raises(ImageError, match=r"1 of 8 images .*no image|4\.png|not an image"):
-        unreadable_images(catalog, 16, home)  # headers
-    bad = unreadable_images(catalog, 16, home, policy="skip")
+        unreadable_images(catalog, 16, "bicubic", "error", home)  # headers
+    bad = unreadable_images(catalog, 16, "bicubic", "skip", home)
     assert [path for path, _ in bad] == [catalog.paths[1], catalog.paths[4]]
     with monkeypatch.context() as patch:
         patch.setattr("proximetry.data.loader.open_image", lambda *a: pytest.fail("decoded"))
-        assert unreadable_images(catalog, 16, home, policy="skip") == bad
+        assert unreadable_images(catalog, 16, "bicubic", "skip", home) == bad
     Image.new("RGB", (20, 20)).save(catalog.file(1))
-    assert len(unreadable_images(catalog, 16, home, policy="skip")) == 1
+    assert len(unreadable_images(catalog, 16, "bicubic", "skip", home)) == 1
 
 
 class TestCommands:

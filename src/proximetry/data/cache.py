@@ -128,7 +128,7 @@ class PixelCache(Pixels):
         """
         if policy not in ("error", "skip"):
             raise ValueError(f"policy must be 'error' or 'skip', got {policy!r}")
-        settings = _Settings.of(catalog, size, interpolation)
+        settings = _Settings(size, interpolation)
         folder, header = _open_or_build(catalog, settings, root, progress, starting, waiting)
         index = np.load(folder / "index.npy")
         good = index[:, 1] > 0
@@ -212,18 +212,17 @@ class _Settings:
     interpolation: Interpolation
     content: Literal["pixels", "bodies", "headers"] = "pixels"
 
-    @classmethod
-    def of(cls, catalog: Catalog, size: Size, interpolation: Interpolation) -> _Settings:
-        check_interpolation(interpolation)
-        sides = (size,) if isinstance(size, int) else size
+    def __post_init__(self) -> None:
+        check_interpolation(self.interpolation)
+        sides = (self.size,) if isinstance(self.size, int) else self.size
         if not 1 <= min(sides) <= max(sides) <= 4096:
-            raise ValueError(f"images are scaled to 1 to 4096 pixels, got {described_size(size)}")
-        if len(catalog) == 0:
-            raise ValueError("the catalog is empty: there is nothing to decode")
-        return cls(size, interpolation)
+            size = described_size(self.size)
+            raise ValueError(f"images are scaled to 1 to 4096 pixels, got {size}")
 
     def key(self, catalog: Catalog) -> str:
         """Return the name of the cache: a digest of settings, file names, sizes and times."""
+        if len(catalog) == 0:
+            raise ValueError("the catalog is empty: there is nothing to decode")
         facts = (_FORMAT, self.size, self.interpolation, self.content, metadata.version("pillow"))
         digest = hashlib.blake2b(repr(facts).encode(), digest_size=12)
         digest.update(os.path.abspath(catalog.root).encode(errors="surrogateescape"))
@@ -378,8 +377,7 @@ def estimate(
 
     Reads the headers of at most 1 000 images.
     """
-    settings = _Settings.of(catalog, size, interpolation)
-    file = cache_home(root) / settings.key(catalog) / "pixels.bin"
+    file = cache_home(root) / _Settings(size, interpolation).key(catalog) / "pixels.bin"
     if file.is_file():
         return True, file.stat().st_size
     total, read = len(catalog), 0
@@ -394,10 +392,9 @@ def estimate(
 def unreadable_images(
     catalog: Catalog,
     size: Size,
+    interpolation: Interpolation,
+    policy: Policy,
     root: Root = None,
-    *,
-    interpolation: Interpolation = "bicubic",
-    policy: Policy = "error",
     progress: Progress | None = None,
 ) -> Bad:
     """Return path and reason of unreadable images, before they are decoded on the fly.
@@ -405,8 +402,7 @@ def unreadable_images(
     Policy "error" reads the headers and raises an ImageError; "skip" decodes every image, as
     `PixelCache.build` does. The result is cached until a file changes.
     """
-    settings = _Settings.of(catalog, size, interpolation)
-    settings = replace(settings, content="bodies" if policy == "skip" else "headers")
+    settings = _Settings(size, interpolation, "bodies" if policy == "skip" else "headers")
     _, header = _open_or_build(catalog, settings, root, progress)
     bad = tuple((catalog.paths[int(row)], reason) for row, reason in header["bad"].items())
     raise_unreadable(bad, len(catalog), policy)
@@ -434,17 +430,12 @@ def describe_copies(catalog: Catalog) -> list[str]:
         if before != row:
             copies = same if codes[before] == codes[row] else other
             copies.append(f"{catalog.paths[row]} (of {catalog.paths[before]})")
-    notes = []
-    if same:
-        noun = "images are copies" if len(same) > 1 else "image is a copy"
-        notes.append(f"{len(same)} {noun}, byte for byte: {some(same)}")
-    if other:
-        noun = "images are copies of others" if len(other) > 1 else "image is a copy of one"
-        notes.append(
-            f"{len(other)} {noun} in another class, byte for byte, so one of the two labels is "
-            f"wrong: {some(other)}"
-        )
-    return notes
+    wrong = "in another class, byte for byte, so one of the two labels is wrong"
+    return [
+        f"copies of images {where} ({len(copies)}): {some(copies)}"
+        for copies, where in ((same, "in the same class, byte for byte"), (other, wrong))
+        if copies
+    ]
 
 
 def _file_digest(file: str) -> str:

@@ -126,9 +126,16 @@ def scan_folder(root: Path) -> Scan:
             f"all images lie in folders below the class folders, as {'/'.join(paths[0])}; the "
             "outer ones are the classes"
         )
-    notes += _ignored_notes(ignored)
-    if empty:
-        notes.append(f"class folders without images ({len(empty)}): {some(empty)}")
+    kinds = {
+        "files of an unsupported image format; convert to JPEG or PNG": [
+            name for name in ignored if name.lower().endswith(_UNREAD)
+        ],
+        "files that are not images in a class folder": [
+            name for name in ignored if not name.lower().endswith(_UNREAD)
+        ],
+        "class folders without images": empty,
+    }
+    notes += [f"{what} ({len(names)}): {some(names)}" for what, names in kinds.items() if names]
     return Scan(
         tuple("/".join(path) for path in paths),
         tuple(path[depth - 1] for path in paths),
@@ -136,16 +143,6 @@ def scan_folder(root: Path) -> Scan:
         layout(((f"{path[0]}/" if splits else "", path[depth - 1]) for path in paths), skipped),
         tuple(notes),
     )
-
-
-def _ignored_notes(names: list[str]) -> Iterator[str]:
-    for unread, what in (
-        (True, "of an unsupported image format; convert to JPEG or PNG"),
-        (False, "that are not images in a class folder"),
-    ):
-        files = [name for name in names if name.lower().endswith(_UNREAD) == unread]
-        if files:
-            yield f"files {what} ({len(files)}): {some(files)}"
 
 
 def _split_folders(root: Path, folders: Sequence[str]) -> list[str]:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -196,29 +197,32 @@ def _map_in_threads(
         pool.shutdown(cancel_futures=True)
 
 
+@dataclass
 class _Tasks(Generic[Item, Result]):
     """Chunks of items: dataset and sampler of a `DataLoader`.
 
     Attributes:
+        function: called with each item.
+        items: what remains of them.
         pending: chunks that were sent to workers, without those whose results have arrived.
         error: of iterating the items. Raised within a `DataLoader` it would keep workers alive.
     """
 
-    def __init__(self, function: Callable[[Item], Result], items: Iterator[Item]) -> None:
-        self._function, self._items = function, items
-        self.pending: deque[list[Item]] = deque()
-        self.error: Exception | None = None
+    function: Callable[[Item], Result]
+    items: Iterator[Item]
+    pending: deque[list[Item]] = field(default_factory=deque)
+    error: Exception | None = None
 
     def __iter__(self) -> Iterator[list[Item]]:
         try:
-            while chunk := list(islice(self._items, _CHUNK)):
+            while chunk := list(islice(self.items, _CHUNK)):
                 self.pending.append(chunk)
                 yield chunk
         except Exception as error:
             self.error = error
 
     def __getitem__(self, chunk: list[Item]) -> list[Result]:
-        return [self._function(item) for item in chunk]
+        return [self.function(item) for item in chunk]
 
     def loader(self, workers: int, ahead: int) -> Iterator[list[Result]]:
         """Start workers that stop when the iterator is deleted."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -62,7 +62,7 @@ class DatasetInfo:
     title: str
     layout: str
     about: str = ""
-    sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    sizes: Mapping[str, list[int]] = field(default_factory=dict)
     files: Sequence[Sequence[str]] = ()
     folders: Sequence[str] = ()
     built_in: bool = False
@@ -83,18 +83,6 @@ class DatasetInfo:
                 if all((home / file).is_file() for file in files):
                     return home
         return None
-
-    def count_notes(self, catalog: Catalog) -> Iterator[str]:
-        """Yield the parts whose numbers of images or classes differ from the published ones."""
-        for part, size in self.sizes.items():
-            role: dict[str, Any] = {part: True} if part in ("query", "gallery") else {"split": part}
-            rows = catalog.filter(**role)
-            images, classes = len(rows), len(rows.class_names)
-            if [images, classes] != [*size]:
-                yield (
-                    f"{self.title} {part}: {images} of {size[0]} images, "
-                    f"{classes} of {size[1]} classes"
-                )
 
 
 _FILE = Path(__file__).with_name("datasets.toml")
@@ -193,7 +181,17 @@ def open_dataset(
     catalog: Catalog = read(None if root is None else Path(root), **options)
     if name in TABLES and not len(catalog):
         raise UsageError(f"no rows in the table: {root}. Add one row per image.")
-    notes = (*catalog.notes, *info.count_notes(catalog))
+    notes = [*catalog.notes]
+    for part, published in info.sizes.items():
+        # Queries and gallery are columns of flags, the others are splits.
+        role: dict[str, Any] = {part: True} if part in ("query", "gallery") else {"split": part}
+        rows = catalog.filter(**role)
+        images, classes = len(rows), len(rows.class_names)
+        if [images, classes] != published:
+            notes.append(
+                f"{info.title} {part}: {images} of {published[0]} images, "
+                f"{classes} of {published[1]} classes"
+            )
     if strict and notes:
         raise ValueError("; ".join(notes))
     return replace(catalog, notes=(*notes, *catalog.shared_classes()))

@@ -94,9 +94,9 @@ class ImageData(TrainingData):
                 lambda: unreadable_images(
                     self.catalog,
                     train_size,
+                    self._filter,
+                    d.bad_images,
                     d.cache_dir,
-                    interpolation=self._filter,
-                    policy=d.bad_images,
                     progress=partial(self._display.progress, "checking"),
                 )
             )
