@@ -133,11 +133,12 @@ class PixelCache(Pixels):
         index = np.load(folder / "index.npy")
         good = index[:, 1] > 0
         bad = tuple(zip(catalog.subset(~good).paths, header["bad"].values(), strict=True))
-        raise_unreadable(bad, len(catalog), policy)
-        readable = catalog.subset(good) if bad else catalog
+        if bad:
+            raise_unreadable(bad, len(catalog), policy)
+            catalog = catalog.subset(good)
         if header["copies"]:
-            readable = replace(readable, notes=(*readable.notes, *header["copies"]))
-        return cls(readable, _map(folder), index[good], bad, folder, header["digest"])
+            catalog = replace(catalog, notes=(*catalog.notes, *header["copies"]))
+        return cls(catalog, _map(folder), index[good], bad, folder, header["digest"])
 
     @classmethod
     def in_memory(cls, images: Iterable[Array]) -> PixelCache:
@@ -164,17 +165,14 @@ class PixelCache(Pixels):
         Raises:
             ValueError: the GPU has not enough free memory.
         """
-        target = torch.device(device)
-        moves = target.type == "cuda" and not self.flat.is_cuda
         try:
-            if moves and self.flat.nbytes > _free_memory(target):
-                raise torch.OutOfMemoryError
-            flat = self.flat.to(target)
+            flat = self.flat.to(device)
         except torch.OutOfMemoryError as error:
+            free = torch.cuda.mem_get_info(device)[0]
             raise ValueError(
-                f"the pixels need {self.flat.nbytes / 2**30:.3f} GiB of {target}, of which "
-                f"{_free_memory(target) / 2**30:.3f} GiB are free; use data.cache pixels or none, "
-                "or a smaller data.short_side"
+                f"the pixels need {self.flat.nbytes / 2**30:.3f} GiB of {device}, of which "
+                f"{free / 2**30:.3f} GiB are free; use data.cache pixels or none, or a smaller "
+                "data.short_side"
             ) from error
         return PixelCache(self.catalog, flat, self.index, self.bad, digest=self.digest)
 
@@ -455,18 +453,9 @@ def cache_home(root: Root = None) -> Path:
     return cache_folder() / "pixels" if root is None else Path(root)
 
 
-def _free_memory(device: torch.device) -> int:
-    """Return the bytes a new tensor can have: free ones, and those that torch reserves."""
-    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + reserve
-
-
 def _map(folder: Path) -> torch.Tensor:
-    file = folder / "pixels.bin"
-    if file.stat().st_size == 0:  # an empty file cannot be mapped
-        return torch.empty(0, dtype=torch.uint8)
     # Mode "c": torch requires writable memory; writes would stay in this process.
-    return torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="c"))
+    return torch.from_numpy(np.memmap(folder / "pixels.bin", dtype=np.uint8, mode="c"))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -45,6 +46,8 @@ AnyPath: TypeAlias = "str | os.PathLike[str]"
 Rows: TypeAlias = "Sequence[int] | npt.NDArray[np.int64]"
 _RECURRING = ("labels", "splits", "groups")
 _FLAGS = ("query", "gallery")
+# File names that are not UTF-8 have surrogates from U+DC80 to U+DCFF (surrogateescape).
+_NO_FILE_NAME = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 _LISTED = 5  # problems in an error message
 _PROGRESS_EVERY = 1000  # files
 
@@ -481,21 +484,12 @@ def _problem(column: str, value: Any) -> str:
     if column in _FLAGS:
         return "" if isinstance(value, bool) else "is neither true nor false"
     if column in FIELDS:
-        text = isinstance(value, str) and (value or column == "group") and _is_text(value)
-        return "" if text else "is not a usable text"
+        text = isinstance(value, str) and (value or column == "group")
+        return "" if text and not _NO_FILE_NAME.search(value) else "is not a usable text"
     valid = (
         value is None
-        or (isinstance(value, str) and _is_text(value.replace("\0", "")))
+        or (isinstance(value, str) and not _NO_FILE_NAME.search(value.replace("\0", "")))
         or (isinstance(value, int) and -(2**63) <= value < 2**63)
         or (isinstance(value, float) and math.isfinite(value))
     )
     return "" if valid else "is neither a text nor a number"
-
-
-def _is_text(text: str) -> bool:
-    """Whether a text can be a file name, in UTF-8 or not."""
-    try:
-        text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return False
-    return "\0" not in text
