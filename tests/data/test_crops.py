@@ -90,13 +90,6 @@ def test_the_cache_holds_what_reading_the_file_gives(data, tmp_path_factory):
     assert np.array_equal(found.permute(1, 2, 0), expected)
 
 
-def test_center_crop_equals_torchvision(pixels):
-    for crop in (5, (7, 4)):
-        batch = CenterCrop(crop)(pixels, np.arange(len(pixels) - 1))
-        for k, image in enumerate(batch):
-            assert torch.equal(image, tv.center_crop(chw(pixels, k), crop))
-
-
 def test_flipped_centers_are_the_views_of_evaluation_or_their_mirrors(pixels):
     rows, crop = np.repeat(np.arange(len(pixels) - 1), 20), CenterCrop((7, 4), flip=True)
     plain = CenterCrop((7, 4))(pixels, rows)

@@ -78,6 +78,13 @@ def test_modes(mode):
         assert np.abs(np.asarray(out)[6, 3].astype(int) - RED).max() <= 8
 
 
+def test_one_bit_png():
+    bits = np.eye(5, 9, dtype=bool)
+    data = encoded(Image.fromarray(bits), "PNG")
+    assert Image.open(io.BytesIO(data)).mode == "1"
+    assert (np.asarray(open_image(data)) == 255 * bits[:, :, None]).all()
+
+
 @pytest.mark.parametrize("form", ["PNG", "TIFF"])
 def test_sixteen_bits_scale_to_eight(form):
     values = np.array([[0, 128, 129, 257, 32896, 65407, 65535]], dtype=np.uint16)
