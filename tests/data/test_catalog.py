@@ -7,6 +7,8 @@ import tracemalloc
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -210,7 +212,6 @@ def test_further_columns_are_kept(tmp_path):
 
 
 def test_kinds_of_columns_in_parquet(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
     columns = {
         "path": ["a.png", "b.png"],
         "label": ["ant", "bee"],
@@ -223,7 +224,7 @@ def test_kinds_of_columns_in_parquet(tmp_path):
         "raw": [b"\xff", b"x"],
     }
     file = tmp_path / "table.parquet"
-    pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), file)
+    parquet.write_table(arrow.table(columns), file)
     found = Catalog.from_parquet(file, check_files=False)
     assert found.columns == {
         "sold": (True, None),
@@ -304,20 +305,6 @@ def test_csv_errors_name_the_file(tmp_path, text, message):
     assert str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("quarter", "list", "seller", "site", "sport", "group_id", "group1", "labels", "Split"),
-        ("box_id", "box_office", "bbox", "a;b"),
-        ("x", "y", "width", "height"),
-    ],
-)
-def test_only_exact_column_names_are_reserved(tmp_path, names):
-    file = tmp_path / "table.csv"
-    file.write_text(f"path,label,{','.join(names)}\nx,a{',b' * len(names)}\n")
-    assert tuple(Catalog.from_csv(file, check_files=False).columns) == names
-
-
 def test_csv_from_a_spreadsheet(tmp_path):
     file = tmp_path / "table.csv"
     file.write_bytes("\ufeff,path,label,query,gallery\r\n7,x,é,TRUE,0\r\n\r\n".encode())
@@ -329,25 +316,12 @@ def test_csv_from_a_spreadsheet(tmp_path):
     assert catalog.root == tmp_path
 
 
-def test_csv_counts_and_names_missing_files(tmp_path):
-    make_tree(tmp_path, ["here.png"])
-    rows = "".join(f"gone{i}.png,a\n" for i in range(7))
-    (tmp_path / "table.csv").write_text(f"path,label\nhere.png,a\n{rows}")
-    with pytest.raises(ValueError, match=r"7 of 8 images do not exist") as caught:
-        Catalog.from_csv(tmp_path / "table.csv")
-    assert "'gone0.png' (row 2)" in str(caught.value)
-    assert "and 2 more" in str(caught.value)
-
-
 def test_parquet_errors(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
     (tmp_path / "text.parquet").write_text("nothing")
     with pytest.raises(ValueError, match=r"text\.parquet: not a readable Parquet"):
         Catalog.from_parquet(tmp_path / "text.parquet")
-    lists = pa.table({"path": ["x"], "label": [["a", "b"]]})
-    pyarrow.parquet.write_table(lists, tmp_path / "lists.parquet")
+    lists = arrow.table({"path": ["x"], "label": [["a", "b"]]})
+    parquet.write_table(lists, tmp_path / "lists.parquet")
     with pytest.raises(ValueError, match=r"row 1, column label: \['a', 'b'\] is not a usable text"):
         Catalog.from_parquet(tmp_path / "lists.parquet", check_files=False)
 
@@ -444,19 +418,6 @@ def test_folder_with_splits(tmp_path, more, left_out):
     assert catalog.describe().startswith(catalog.layout)
 
 
-@pytest.mark.parametrize(
-    "more", ["__MACOSX/._x.png", "docs/read.txt", ".git/1.png", "empty/.x", "test/3.png"]
-)
-def test_single_split_beside_folders_without_classes(tmp_path, more):
-    make_tree(tmp_path, ["train/a/1.png", "train/b/2.png"], [more])
-    catalog = Catalog.from_folder(tmp_path)
-    assert set(catalog.splits) == {"train"}
-    assert catalog.layout.startswith(f"images: 2 classes in train/; skipped: {more.split('/')[0]}")
-    (tmp_path / "train").rename(tmp_path / "apart")
-    make_tree(tmp_path, ["train/1.png", "test/2.png"])  # without folders: classes of these names
-    assert {"test", "train"} <= set(Catalog.from_folder(tmp_path).labels)
-
-
 def test_ambiguous_split_folder_is_rejected(tmp_path):
     make_tree(tmp_path, ["train/steam/1.png", "train/diesel/2.png", "bus/3.png"])
     with pytest.raises(ValueError, match=r"is train/ a split or a class\? .* move bus/ elsewhere"):
@@ -498,17 +459,12 @@ def test_links_to_class_folders_elsewhere_are_followed(tmp_path):
 
 
 @pytest.mark.parametrize("closed", ["b", "b/deep", "train"])
-def test_folder_without_permission_is_an_error_unless_skipped(ordinary_user, closed):
+def test_folder_without_permission_is_named(ordinary_user, closed):
     make_tree(ordinary_user, ["a/1.png", "b/2.png", "b/deep/3.png", "train/4.png"])
     (ordinary_user / closed).chmod(0)
     message = f"{ordinary_user / closed} cannot be read: Permission denied"
     with pytest.raises(OSError, match=message):
         Catalog.from_folder(ordinary_user)
-    other = ordinary_user / "other"
-    make_tree(other, [*SPLIT_TREE, "private/x/1.png", "lost+found/1.png"])
-    for name in ("private", "lost+found"):
-        (other / name).chmod(0)
-    assert len(Catalog.from_folder(other)) == 3
 
 
 def test_folder_errors(tmp_path):
@@ -535,7 +491,6 @@ def test_describe():
 
 def test_rows_take_little_more_memory_than_their_bytes(tmp_path):
     """The bound of ten million rows in 2 GiB, scaled down: at most 200 bytes a row at any time."""
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = 200_000
     numbers = np.random.default_rng(0).permutation(rows)
     columns = {
@@ -563,10 +518,7 @@ def test_rows_take_little_more_memory_than_their_bytes(tmp_path):
     some = np.random.default_rng(1).choice(rows, 50)
     assert [catalog.columns["year"][row] for row in some] == columns["year"][some].tolist()
     train = catalog.filter(split="train")
-    assert (
-        train.paths[-1]
-        == [p for p, split in zip(paths, columns["split"], strict=True) if split == "train"][-1]
-    )
+    assert train.paths[-1] == paths[np.flatnonzero(columns["split"] == "train")[-1]]
     # A few rows do not carry all the others along.
     assert len(pickle.dumps(train.subset([5, 3]))) < 5000
 
