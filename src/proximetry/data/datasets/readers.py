@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,36 +31,34 @@ def cub(root: Path) -> Catalog:
     <class>/<image> in folders, below train/ and test/ or not, or in tar shards.
     """
     home = _CUB.find(root)
-    if home is not None:
-        return drop_missing(_CUB, _cub_lists(home))
-    merged = _merged(_CUB, root, "images.txt and image_class_labels.txt, or <class>/<image>.jpg")
-    return split_by_class(merged, *_first_birds(merged))
-
-
-def _cub_lists(home: Path) -> Catalog:
+    if home is None:
+        expected = "images.txt and image_class_labels.txt, or <class>/<image>.jpg"
+        return _split_birds(_merged(_CUB, root, expected))
     names = dict(fields_of(home / "images.txt", 2))
     numbers = {image: int(label) for image, label in fields_of(home / "image_class_labels.txt", 2)}
     unlabeled = [image for image in names if image not in numbers]
     if unlabeled:
         raise ValueError(f"{home / 'image_class_labels.txt'} lacks images {some(unlabeled)}")
-    return Catalog(
+    catalog = Catalog(
         paths=tuple(f"images/{name}" for name in names.values()),
         labels=tuple(name.split("/")[0] for name in names.values()),
         splits=tuple("train" if numbers[image] <= 100 else "test" for image in names),
         root=home,
     )
+    return drop_missing(_CUB, catalog)
 
 
-def _first_birds(merged: Catalog) -> tuple[set[str], list[str]]:
-    """Return the classes 1 to 100: by the number in their name, else in sorted order."""
+def _split_birds(merged: Catalog) -> Catalog:
+    """Train on the classes 1 to 100: by the number in their name, else in sorted order."""
     numbers = {name: re.match(r"(\d+)\.", name) for name in merged.class_names}
     if all(numbers.values()):
-        return {name for name, match in numbers.items() if match and int(match[1]) <= 100}, []
+        first = {name for name, match in numbers.items() if match and int(match[1]) <= 100}
+        return split_by_class(merged, first)
     note = (
         f"{_CUB.title}: class folders are not numbered (001.Black_footed_Albatross, …); the first "
         "100 in sorted order are taken for training, which need not be the official ones"
     )
-    return set(merged.class_names[:100]), [note]
+    return split_by_class(merged, set(merged.class_names[:100]), note)
 
 
 def cars(root: Path) -> Catalog:
@@ -71,31 +69,32 @@ def cars(root: Path) -> Catalog:
     three the classes are put in order by their smallest image number.
     """
     home = _CARS.find(root)
-    if home is not None:
-        single = (home / "cars_annos.mat").is_file()
-        return drop_missing(_CARS, _cars_annotations(home) if single else _cars_devkit(home))
-    merged = _merged(_CARS, root, "cars_annos.mat, or devkit/, or <class>/<image>.jpg")
-    return split_by_class(merged, *_first_cars(merged))
-
-
-def _cars_annotations(home: Path) -> Catalog:
-    content = _load_mat(home / "cars_annos.mat")
-    images = [(r["relative_im_path"], r["class"]) for r in content["annotations"].ravel()]
-    return _cars_catalog(home, images, content["class_names"])
-
-
-def _cars_devkit(home: Path) -> Catalog:
-    kit = home / "devkit"
-    labeled = "cars_test_annos_withlabels.mat"
-    test = next((f for f in (kit / labeled, home / labeled) if f.is_file()), None)
-    if test is None:
-        raise wrong_folder(_CARS, kit, f"{labeled} (the test images' classes)")
-    images = [
-        (f"{folder}/{r['fname']}", r["class"])
-        for file, folder in ((kit / "cars_train_annos.mat", "cars_train"), (test, "cars_test"))
-        for r in _load_mat(file)["annotations"].ravel()
-    ]
-    return _cars_catalog(home, images, _load_mat(kit / "cars_meta.mat")["class_names"])
+    if home is None:
+        expected = "cars_annos.mat, or devkit/, or <class>/<image>.jpg"
+        return _split_cars(_merged(_CARS, root, expected))
+    if (home / "cars_annos.mat").is_file():
+        content = _load_mat(home / "cars_annos.mat")
+        images = [(r["relative_im_path"], r["class"]) for r in content["annotations"].ravel()]
+        names = content["class_names"].ravel()
+    else:
+        kit, labeled = home / "devkit", "cars_test_annos_withlabels.mat"
+        test = next((f for f in (kit / labeled, home / labeled) if f.is_file()), None)
+        if test is None:
+            raise wrong_folder(_CARS, kit, f"{labeled} (the test images' classes)")
+        images = [
+            (f"{folder}/{r['fname']}", r["class"])
+            for file, folder in ((kit / "cars_train_annos.mat", "cars_train"), (test, "cars_test"))
+            for r in _load_mat(file)["annotations"].ravel()
+        ]
+        names = _load_mat(kit / "cars_meta.mat")["class_names"].ravel()
+    catalog = Catalog(
+        paths=tuple(str(path) for path, _ in images),
+        # A slash ("Ram C/V Cargo Van Minivan 2012") stays: labels are not file names.
+        labels=tuple(str(names[int(number) - 1]) for _, number in images),
+        splits=tuple("train" if int(number) <= 98 else "test" for _, number in images),
+        root=home,
+    )
+    return drop_missing(_CARS, catalog)
 
 
 def _load_mat(file: Path) -> Any:
@@ -104,19 +103,8 @@ def _load_mat(file: Path) -> Any:
     return need("scipy.io", "cars", "Reading .mat files").loadmat(file, squeeze_me=True)
 
 
-def _cars_catalog(home: Path, images: list[tuple[Any, Any]], class_names: Any) -> Catalog:
-    names = class_names.ravel()
-    return Catalog(
-        paths=tuple(str(path) for path, _ in images),
-        # A slash ("Ram C/V Cargo Van Minivan 2012") stays: labels are not file names.
-        labels=tuple(str(names[int(number) - 1]) for _, number in images),
-        splits=tuple("train" if int(number) <= 98 else "test" for _, number in images),
-        root=home,
-    )
-
-
-def _first_cars(merged: Catalog) -> tuple[set[str], list[str]]:
-    """Return the classes 1 to 98 of a merged copy, and notes on missing images.
+def _split_cars(merged: Catalog) -> Catalog:
+    """Train on the classes 1 to 98 of a merged copy; note missing images.
 
     The images are numbered through, class by class, from 1 to 16185; so the smallest number
     of a class is its place. When classes are missing, the number still gives the half:
@@ -130,21 +118,19 @@ def _first_cars(merged: Catalog) -> tuple[set[str], list[str]]:
             f"{_CARS.title}: images are not numbered through from 1 to {total}; the first 98 "
             "classes in sorted order are taken for training, which need not be the official ones"
         )
-        return set(merged.class_names[:98]), [note]
+        return split_by_class(merged, set(merged.class_names[:98]), note)
     smallest: dict[str, int] = {}
     for label, number in zip(merged.labels, numbers, strict=True):
         smallest[label] = min(number, smallest.get(label, number))
-    order = sorted(smallest, key=lambda label: smallest[label])
-    if len(order) == 196:
-        first = set(order[:98])
-    else:
-        first = {label for label in order if smallest[label] <= 8054}
+    order = sorted(smallest, key=smallest.__getitem__)
+    complete = len(order) == 196
+    first = order[:98] if complete else [label for label in order if smallest[label] <= 8054]
     missing = [str(number) for number in sorted(set(range(1, total + 1)) - set(numbers))]
     note = (
         f"{_CARS.title}: {len(merged)} of {total} images, {len(missing)} missing: "
         f"numbers {some(missing, 20)}"
     )
-    return first, [note] if missing else []
+    return split_by_class(merged, set(first), note if missing else "")
 
 
 def flowers(root: Path) -> Catalog:
@@ -235,7 +221,11 @@ def faces(root: Path) -> Catalog:
     `root` may also be the folder around it. Images named otherwise are kept and noted.
     """
     catalog = Catalog.from_folder(people_folder(root))
-    odd = [path for path in catalog.paths if not _regular(path)]
+    odd = [
+        path
+        for path, person in zip(catalog.paths, catalog.labels, strict=True)
+        if not re.fullmatch(re.escape(person) + r"_\d+", PurePosixPath(path).stem)
+    ]
     notes = [f"{len(odd)} images are not named <person>_<number>: {some(odd)}"] if odd else []
     return replace(catalog, notes=(*catalog.notes, *notes))
 
@@ -248,11 +238,6 @@ def people_folder(root: Path) -> Path:
     if len(folders) == 1 and not any(is_image(p.name) for p in folders[0].iterdir()):
         return folders[0]
     return root
-
-
-def _regular(path: str) -> bool:
-    place = PurePosixPath(path)
-    return re.fullmatch(re.escape(place.parent.name) + r"_\d+", place.stem) is not None
 
 
 def lfw(root: Path) -> Catalog:
@@ -282,10 +267,11 @@ def drop_missing(info: DatasetInfo, catalog: Catalog) -> Catalog:
     return replace(existing, notes=(note,))
 
 
-def split_by_class(catalog: Catalog, train: set[str], notes: Iterable[str] = ()) -> Catalog:
+def split_by_class(catalog: Catalog, train: set[str], note: str = "") -> Catalog:
     """Mark the given classes "train" and all others "test"."""
     splits = tuple("train" if label in train else "test" for label in catalog.labels)
-    return replace(catalog, splits=splits, notes=(*catalog.notes, *notes))
+    notes = (*catalog.notes, note) if note else catalog.notes
+    return replace(catalog, splits=splits, notes=notes)
 
 
 def wrong_folder(info: DatasetInfo, root: Path, expected: str) -> ValueError:
