@@ -18,15 +18,6 @@ from proximetry.data.images import Interpolation, check_interpolation, crop_size
 from proximetry.data.loader import Pixels
 from proximetry.data.resample import PerImage, Rows, Windows, image_sizes, resample
 
-__all__ = [
-    "CenterCrop",
-    "ColorChanges",
-    "ColorJitter",
-    "RandomResizedCrop",
-    "Windows",
-    "recolor",
-]
-
 # As in the literature: ten tries for a window that fits, then the largest central one.
 _TRIES = 10
 # How bright red, green and blue appear (ITU-R 601), as torchvision has them.

@@ -230,7 +230,7 @@ class _Tasks(Generic[Item, Result]):
             self,  # type: ignore[arg-type]
             sampler=self,
             batch_size=None,
-            collate_fn=_identity,
+            collate_fn=list,  # arrays stay arrays
             generator=torch.Generator(),  # the default one would change the run
             num_workers=workers,
             prefetch_factor=max(2, -(-ahead // (_CHUNK * workers))),
@@ -254,10 +254,6 @@ class _Tasks(Generic[Item, Result]):
         thread.start()
         thread.join()
         return started.result()
-
-
-def _identity(results: Any) -> Any:
-    return results
 
 
 def _start_worker(parent: int, number: int) -> None:

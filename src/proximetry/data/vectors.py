@@ -158,10 +158,8 @@ def parquet_columns(file: Path) -> dict[str, bool]:
 
 def _names_of(present: Collection[str]) -> dict[str, str]:
     """Return the name of each field that a file has."""
-    names = (
-        (field, next((n for n in known if n in present), "")) for field, known in _NAMES.items()
-    )
-    return {field: name for field, name in names if name}
+    names = {field: [n for n in known if n in present] for field, known in _NAMES.items()}
+    return {field: found[0] for field, found in names.items() if found}
 
 
 def label_names(labels: Iterable[Any]) -> tuple[str, ...]:

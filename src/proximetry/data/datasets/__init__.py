@@ -22,15 +22,6 @@ from proximetry.data.folders import class_folders
 if TYPE_CHECKING:
     from proximetry.data.catalog import Catalog
 
-__all__ = [
-    "DatasetInfo",
-    "datasets_table",
-    "list_datasets",
-    "not_found",
-    "open_dataset",
-    "resolve_source",
-]
-
 _SUFFIXES = {
     ".csv": "csv",
     ".parquet": "parquet",
