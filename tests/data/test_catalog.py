@@ -329,8 +329,8 @@ def test_parquet_errors(tmp_path):
 def test_further_columns_are_listed_in_layout(tmp_path):
     file = tmp_path / "t.csv"
     file.write_text("path,label,width,height,x\na.jpg,x,1,2,3\nb.jpg,y,1,2,3\n")
-    told = "images: 2 classes: x, y; further columns, for search only: width, height, x"
-    assert Catalog.from_csv(file, check_files=False).layout == told
+    expected = "images: 2 classes: x, y; further columns, for search only: width, height, x"
+    assert Catalog.from_csv(file, check_files=False).layout == expected
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ SPLIT_TREE = ["train/a/1.png", "test/b/2.png", "val/c/deep/3.png"]
 
 
 @pytest.mark.parametrize(
-    ("more", "left_out"),
+    ("more", "skipped"),
     [
         ([], ""),
         (["__MACOSX/._train", "lost+found/x/1.png"], "; skipped: __MACOSX, lost+found"),
@@ -408,13 +408,13 @@ SPLIT_TREE = ["train/a/1.png", "test/b/2.png", "val/c/deep/3.png"]
         (["train/a/.old/1.png", "test/b/@eaDir/2.jpg"], "; skipped: test/b/@eaDir, train/a/.old"),
     ],
 )
-def test_folder_with_splits(tmp_path, more, left_out):
+def test_folder_with_splits(tmp_path, more, skipped):
     make_tree(tmp_path, SPLIT_TREE, more)
     catalog = Catalog.from_folder(tmp_path)
     assert by_split(catalog) == {path: path.split("/")[0] for path in SPLIT_TREE}
     assert set(catalog.labels) == {"a", "b", "c"}
-    told = "images: 1 class in train/, 1 class in val/, 1 class in test/"
-    assert catalog.layout == told + left_out
+    expected = "images: 1 class in train/, 1 class in val/, 1 class in test/"
+    assert catalog.layout == expected + skipped
     assert catalog.describe().startswith(catalog.layout)
 
 

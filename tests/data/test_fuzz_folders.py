@@ -135,22 +135,22 @@ def check_places(root, paths, starts, depth):
 
 def check_skipped(root, catalog):
     """Check that skipped files and folders are named."""
-    told = "\n".join([catalog.layout, *catalog.notes])
-    left_out = told.partition("skipped: ")[2]
+    text = "\n".join([catalog.layout, *catalog.notes])
+    skipped = text.partition("skipped: ")[2]
     used = {"/".join(parts[:i]) for p in catalog.paths for parts in [p.split("/")] for i in (1, 2)}
     for home, folders, files in os.walk(root):
         inside = "" if home == str(root) else os.path.relpath(home, root) + "/"
         for name in list(folders):
             folder = f"{inside}{name}"
             if name.startswith(".") or name in STRAY:
-                assert folder in left_out
+                assert folder in skipped
                 folders.remove(name)
-            elif folder in left_out:
+            elif folder in skipped:
                 folders.remove(name)
             elif inside == "" or os.path.islink(root / folder):
-                assert folder in used or folder in told or inside.count("/") > 1
+                assert folder in used or folder in text or inside.count("/") > 1
         for name in files:
-            listed = f"{inside}{name}" in catalog.paths or f"{inside}{name}" in told
+            listed = f"{inside}{name}" in catalog.paths or f"{inside}{name}" in text
             assert listed or name.startswith(".")
 
 
@@ -162,7 +162,7 @@ def outcome(root):
 
 
 def check_tree(root):
-    """Compare the catalogue of a folder with the plain account of it."""
+    """Compare the catalog of a folder with the plain account of it."""
     found, account = outcome(root), expected(root)
     if account is None:
         assert "a split or a class?" in str(found)

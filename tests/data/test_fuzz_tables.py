@@ -14,7 +14,7 @@ from proximetry.data import Catalog
 NAMES = ["a/1.png", "a/2.png", "b/3.png", "b/ü 4.png", "b/5\udcff.png", 'c/"6".png', "c/7,\n.png"]
 LABELS = ["ant", "Ant", "ant ", "ü", "\udcffx", 'q"', "a,b", "n\nl", "\r", "0", "007", "none"]
 MISSING = ["", "nan", "NaN", "None"]
-OTHERS = ("price", "box", "bbox_x", "labels", "Path", "vector")
+OTHERS = ("price", "box", "bbox_x", "labels", "Path", "vector", "group1", "width")
 FLAGS = {"true": True, "TRUE": True, "1": True, "yes": True, "false": False, "0": False, "": False}
 SPLITS = ["train", "val", "test", "all"]
 
@@ -106,7 +106,7 @@ def file_fault(root, columns):
 
 
 def account(root, columns):
-    """The fields that a catalogue of the table has, or the words by which it is rejected."""
+    """The fields that a catalog of the table has, or the error."""
     fault = value_fault(columns) or file_fault(root, columns)
     return fault or {
         "paths": tuple(columns["path"]),
@@ -162,10 +162,10 @@ def check(file, root, columns, read):
         assert isinstance(found, Catalog), found
         assert {name: getattr(found, name) for name in wanted} == wanted
         others = [name for name in columns if name in OTHERS]
-        left_out = [name for name in others if name not in found.columns]  # raw bytes of Parquet
-        assert found.notes == ((f"columns that are not used: {left_out[0]}",) if left_out else ())
+        unused = [name for name in others if name not in found.columns]  # raw bytes of Parquet
+        assert found.notes == ((f"columns that are not used: {unused[0]}",) if unused else ())
         assert set(found.columns) <= set(others)
-        assert not left_out or file.suffix == ".parquet"
+        assert not unused or file.suffix == ".parquet"
     return "rejected" if isinstance(wanted, str) else "read"
 
 

@@ -1,6 +1,6 @@
 """Which images make up which batch: a function of the seed, the epoch and the batch's number.
 
-Samplers are stateless, so any batch can be had at any time: processes take their
+Samplers are stateless, so any batch can be computed at any time: processes take their
 slices of the same global batch, and a run continues where it stopped.
 """
 
