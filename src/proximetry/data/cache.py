@@ -165,14 +165,17 @@ class PixelCache(Pixels):
         Raises:
             ValueError: the GPU has not enough free memory.
         """
+        target = torch.device(device)
+        moves = target.type == "cuda" and not self.flat.is_cuda
         try:
-            flat = self.flat.to(device)
+            if moves and self.flat.nbytes > _free_memory(target):
+                raise torch.OutOfMemoryError
+            flat = self.flat.to(target)
         except torch.OutOfMemoryError as error:
-            free = torch.cuda.mem_get_info(device)[0]
             raise ValueError(
-                f"the pixels need {self.flat.nbytes / 2**30:.3f} GiB of {device}, of which "
-                f"{free / 2**30:.3f} GiB are free; use data.cache pixels or none, or a smaller "
-                "data.short_side"
+                f"the pixels need {self.flat.nbytes / 2**30:.3f} GiB of {target}, of which "
+                f"{_free_memory(target) / 2**30:.3f} GiB are free; use data.cache pixels or none, "
+                "or a smaller data.short_side"
             ) from error
         return PixelCache(self.catalog, flat, self.index, self.bad, digest=self.digest)
 
@@ -451,6 +454,12 @@ def file_sizes(catalog: Catalog) -> str:
 def cache_home(root: Root = None) -> Path:
     """Return the folder of pixel caches: the given one, or the user's."""
     return cache_folder() / "pixels" if root is None else Path(root)
+
+
+def _free_memory(device: torch.device) -> int:
+    """Return the bytes a new tensor can have: free ones, and those that torch reserves."""
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + reserve
 
 
 def _map(folder: Path) -> torch.Tensor:
