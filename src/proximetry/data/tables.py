@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import count, islice
 from operator import eq
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -113,7 +113,7 @@ class Column(Sequence[Any]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         if pa.types.is_dictionary(self.array.type):
             names = np.array(self.distinct, dtype or (None if self.distinct else "U1"))
-            return cast(npt.NDArray[Any], names[self.codes])
+            return names[self.codes]
         if self.array.type == TEXT or self.array.null_count:
             return np.array(list(self), dtype)
         values: npt.NDArray[Any] = self.array.to_numpy(zero_copy_only=False)
