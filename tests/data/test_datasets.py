@@ -407,8 +407,8 @@ def test_names(tmp_path, monkeypatch):
     known = list_datasets()
     assert list(known) == names.split()
     assert all(info.name == name for name, info in known.items())
-    assert known["cub"].sizes["train"] == [5864, 100]
-    assert known["inshop"].sizes["test"] == [26830, 3985]
+    assert known["cub"].train == (5864, 100)
+    assert known["inshop"].test.classes == 3985
     assert str(known["cars"]).startswith(
         "Cars196: car models, 98 classes for training and 98 for test (cars_annos.mat with"
     )

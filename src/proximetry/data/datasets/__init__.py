@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from proximetry._util.errors import UsageError, closest, shown, spaced
 from proximetry._util.types import Progress
@@ -31,6 +31,15 @@ _SUFFIXES = {
 }
 TABLES = ("csv", "parquet")  # whose columns may have other names
 
+_PARTS = ("train", "test", "query", "gallery")
+
+
+class Size(NamedTuple):
+    """Published numbers of images and classes of a part of a dataset."""
+
+    images: int
+    classes: int
+
 
 @dataclass(frozen=True)
 class DatasetInfo:
@@ -42,10 +51,13 @@ class DatasetInfo:
         title: its full name.
         layout: what its folder holds.
         about: what it shows.
-        sizes: published numbers of images and classes of train, test, query and gallery.
         files: lists of files, each of which identifies its folder.
         folders: names of its folder inside another one.
         built_in: whether it needs no folder.
+        train: published size of that part, where there is any.
+        test: the same.
+        query: the same.
+        gallery: the same.
     """
 
     name: str
@@ -53,16 +65,18 @@ class DatasetInfo:
     title: str
     layout: str
     about: str = ""
-    sizes: Mapping[str, list[int]] = field(default_factory=dict)
     files: Sequence[Sequence[str]] = ()
     folders: Sequence[str] = ()
     built_in: bool = False
+    train: Size | None = None
+    test: Size | None = None
+    query: Size | None = None
+    gallery: Size | None = None
 
     def __str__(self) -> str:
         text = f"{self.title}: {self.about}" if self.about else self.title
-        if self.sizes:
-            (_, train), (_, test) = self.sizes["train"], self.sizes["test"]
-            text += f", {train} classes for training and {test} for test"
+        if self.train and self.test:
+            text += f", {self.train.classes} classes for training and {self.test.classes} for test"
         return f"{text} ({self.layout})"
 
     def find(self, root: Path) -> Path | None:
@@ -76,11 +90,14 @@ class DatasetInfo:
         return None
 
 
-_FILE = Path(__file__).with_name("datasets.toml")
-DATASETS = {
-    name: DatasetInfo(name, **entries)
-    for name, entries in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()
-}
+def _read_infos() -> Iterator[DatasetInfo]:
+    text = Path(__file__).with_name("datasets.toml").read_text(encoding="utf-8")
+    for name, entries in tomllib.loads(text).items():
+        sizes = {part: Size(*entries[part]) for part in _PARTS if part in entries}
+        yield DatasetInfo(name, **(entries | sizes))
+
+
+DATASETS = {info.name: info for info in _read_infos()}
 
 
 def list_datasets() -> dict[str, DatasetInfo]:
@@ -173,16 +190,18 @@ def open_dataset(
     if name in TABLES and not len(catalog):
         raise UsageError(f"no rows in the table: {root}. Add one row per image.")
     notes = [*catalog.notes]
-    for part, published in info.sizes.items():
-        # Queries and gallery are columns of flags, the others are splits.
-        role: dict[str, Any] = {part: True} if part in ("query", "gallery") else {"split": part}
-        rows = catalog.filter(**role)
-        images, classes = len(rows), len(rows.class_names)
-        if [images, classes] != published:
-            notes.append(
-                f"{info.title} {part}: {images} of {published[0]} images, "
-                f"{classes} of {published[1]} classes"
-            )
+    for part in _PARTS:
+        published: Size | None = getattr(info, part)
+        if published:
+            # Queries and gallery are columns of flags, the others are splits.
+            role: dict[str, Any] = {part: True} if part in _PARTS[2:] else {"split": part}
+            rows = catalog.filter(**role)
+            size = Size(len(rows), len(rows.class_names))
+            if size != published:
+                notes.append(
+                    f"{info.title} {part}: {size.images} of {published.images} images, "
+                    f"{size.classes} of {published.classes} classes"
+                )
     if strict and notes:
         raise ValueError("; ".join(notes))
     return replace(catalog, notes=(*notes, *catalog.shared_classes()))
@@ -192,14 +211,13 @@ def datasets_table() -> str:
     """Return a Markdown table of the datasets that have published sizes."""
     rows = ["| name | dataset | training | test |", "|---|---|---|---|"]
     for info in DATASETS.values():
-        if info.sizes:
-            counts = {
-                part: f"{spaced(classes)} classes, {spaced(images)} images"
-                for part, (images, classes) in info.sizes.items()
-            }
-            test = counts["test"]
-            if "query" in info.sizes:
-                test += f" ({spaced(info.sizes['query'][0])} queries, "
-                test += f"{spaced(info.sizes['gallery'][0])} in the gallery)"
-            rows.append(f"| `{info.name}` | {info.title} | {counts['train']} | {test} |")
+        if info.train and info.test:
+            train, test = (
+                f"{spaced(size.classes)} classes, {spaced(size.images)} images"
+                for size in (info.train, info.test)
+            )
+            if info.query and info.gallery:
+                test += f" ({spaced(info.query.images)} queries, "
+                test += f"{spaced(info.gallery.images)} in the gallery)"
+            rows.append(f"| `{info.name}` | {info.title} | {train} | {test} |")
     return "\n".join(rows)
