@@ -20,8 +20,8 @@ from torchvision.transforms.v2 import functional as tv  # type: ignore[import-un
 
 from benchmarks.measure import alternate, peak_memory, versions
 from proximetry.data import PixelCache, RandomResizedCrop
-from proximetry.data.augment import Windows
 from proximetry.data.images import Interpolation
+from proximetry.data.resample import Windows
 
 Make = Callable[[], torch.Tensor]
 MODES: dict[Interpolation, InterpolationMode] = {

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from proximetry._util.files import atomic_write
 from proximetry._util.tensors import chunks
 from proximetry.data import PixelCache, open_dataset
-from proximetry.data.augment.resample import Rows, Windows, resample
+from proximetry.data.resample import Rows, Windows, resample
 from proximetry.metrics import Metrics, evaluate
 from proximetry.models import Embedder, evaluating
 from proximetry.models.embedder import extract_features

@@ -9,6 +9,8 @@ from datetime import date
 from io import StringIO
 
 import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
 import yaml
 
@@ -18,7 +20,6 @@ from proximetry.models import Embedder
 from tests.test_cli_train import small
 from tests.training.tiny import make_images
 
-arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 READ = ["--data.columns", "path=file,label=category", "--data.bad-images", "skip"]
 BROKEN = [f"class{number:02d}/0.png" for number in range(7)]
 

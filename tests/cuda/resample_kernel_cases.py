@@ -12,8 +12,8 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
 from proximetry.data import CenterCrop, PixelCache, RandomResizedCrop
-from proximetry.data.augment.resample import Windows, resample, window_table
 from proximetry.data.images import resize_and_center_crop, resize_image
+from proximetry.data.resample import Windows, resample, window_table
 from proximetry.kernels.resample import FIELDS, resample_fused
 
 DEVICE = os.environ["KERNEL_DEVICE"]
@@ -247,7 +247,7 @@ def test_windows_too_large_to_count_are_scaled_on_the_cpu():
 @on_cuda
 @BOTH
 def test_without_triton_the_gpu_gets_the_crops_of_the_cpu(interpolation, monkeypatch):
-    monkeypatch.setattr("proximetry.data.augment.resample._kernel", lambda: None)
+    monkeypatch.setattr("proximetry.data.resample._kernel", lambda: None)
     pixels = PixelCache.in_memory([image(k, 30 + k, 40) for k in range(6)])
     transform, rows = RandomResizedCrop(24, interpolation=interpolation), np.arange(6)
     windows = transform.draw(pixels, rows, torch.Generator().manual_seed(1))

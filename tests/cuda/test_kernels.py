@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from proximetry.data.augment.resample import _kernel
+from proximetry.data.resample import _kernel
 from tests.triton_cases import run_cases
 
 CASES = "kernel_cases.py", "resample_kernel_cases.py"

@@ -7,17 +7,19 @@ import tracemalloc
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from proximetry.data import Catalog, ClassBalanced
-from proximetry.data.tables import Column, pack
+from proximetry.data.tables import Column, encode, pack
 
-TEXT = st.text(
-    st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), min_size=1, max_size=12
-)
+CHARACTERS = st.characters(blacklist_categories=("Cs",), blacklist_characters="\0")
+NOT_UTF8 = st.sampled_from("\udc80\udcff")
+TEXT = st.text(CHARACTERS | NOT_UTF8, min_size=1, max_size=12)
 
 
 @st.composite
@@ -210,7 +212,6 @@ def test_further_columns_are_kept(tmp_path):
 
 
 def test_kinds_of_columns_in_parquet(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
     columns = {
         "path": ["a.png", "b.png"],
         "label": ["ant", "bee"],
@@ -223,7 +224,7 @@ def test_kinds_of_columns_in_parquet(tmp_path):
         "raw": [b"\xff", b"x"],
     }
     file = tmp_path / "table.parquet"
-    pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), file)
+    parquet.write_table(arrow.table(columns), file)
     found = Catalog.from_parquet(file, check_files=False)
     assert found.columns == {
         "sold": (True, None),
@@ -265,7 +266,7 @@ def test_cells_are_numbers_if_all_of_them_are(tmp_path, cells, values):
 
 
 @pytest.mark.parametrize(
-    ("columns", "told"),
+    ("columns", "message"),
     [
         ({"path": ("x",)}, "columns holds 'path'"),
         ({"": ("x",)}, "'' is no usable name for a column"),
@@ -274,8 +275,8 @@ def test_cells_are_numbers_if_all_of_them_are(tmp_path, cells, values):
         ({"x": (float("inf"),)}, "row 1, column x: inf is neither"),
     ],
 )
-def test_columns_that_cannot_be_kept(columns, told):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_further_columns_are_rejected(columns, message):
+    with pytest.raises(ValueError, match=message):
         Catalog(("a.png",), ("ant",), ("all",), columns=columns)
 
 
@@ -304,20 +305,6 @@ def test_csv_errors_name_the_file(tmp_path, text, message):
     assert str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("quarter", "list", "seller", "site", "sport", "group_id", "group1", "labels", "Split"),
-        ("box_id", "box_office", "bbox", "a;b"),
-        ("x", "y", "width", "height"),
-    ],
-)
-def test_only_exact_column_names_are_reserved(tmp_path, names):
-    file = tmp_path / "table.csv"
-    file.write_text(f"path,label,{','.join(names)}\nx,a{',b' * len(names)}\n")
-    assert tuple(Catalog.from_csv(file, check_files=False).columns) == names
-
-
 def test_csv_from_a_spreadsheet(tmp_path):
     file = tmp_path / "table.csv"
     file.write_bytes("\ufeff,path,label,query,gallery\r\n7,x,é,TRUE,0\r\n\r\n".encode())
@@ -329,87 +316,27 @@ def test_csv_from_a_spreadsheet(tmp_path):
     assert catalog.root == tmp_path
 
 
-def test_csv_counts_and_names_missing_files(tmp_path):
-    make_tree(tmp_path, ["here.png"])
-    rows = "".join(f"gone{i}.png,a\n" for i in range(7))
-    (tmp_path / "table.csv").write_text(f"path,label\nhere.png,a\n{rows}")
-    with pytest.raises(ValueError, match=r"7 of 8 images do not exist") as caught:
-        Catalog.from_csv(tmp_path / "table.csv")
-    assert "'gone0.png' (row 2)" in str(caught.value)
-    assert "and 2 more" in str(caught.value)
-
-
 def test_parquet_errors(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
     (tmp_path / "text.parquet").write_text("nothing")
     with pytest.raises(ValueError, match=r"text\.parquet: not a readable Parquet"):
         Catalog.from_parquet(tmp_path / "text.parquet")
-    numbers = pa.table({"path": ["x"], "label": [7]})
-    pyarrow.parquet.write_table(numbers, tmp_path / "numbers.parquet")
-    catalog = Catalog.from_parquet(tmp_path / "numbers.parquet", check_files=False)
-    assert catalog.labels == ("7",)
-    lists = pa.table({"path": ["x"], "label": [["a", "b"]]})
-    pyarrow.parquet.write_table(lists, tmp_path / "lists.parquet")
+    lists = arrow.table({"path": ["x"], "label": [["a", "b"]]})
+    parquet.write_table(lists, tmp_path / "lists.parquet")
     with pytest.raises(ValueError, match=r"row 1, column label: \['a', 'b'\] is not a usable text"):
         Catalog.from_parquet(tmp_path / "lists.parquet", check_files=False)
 
 
-@pytest.mark.parametrize("form", ["csv", "parquet"])
-def test_tables_keep_names_that_are_not_utf8(tmp_path, form):
-    catalog = small(["\udcff", "é"])
-    getattr(catalog, f"to_{form}")(tmp_path / "odd")
-    read = getattr(Catalog, f"from_{form}")
-    assert read(tmp_path / "odd", root=".", check_files=False) == catalog
-
-
-def test_parquet_text_that_only_says_it_is_utf8(tmp_path):
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    raw = arrow.array([b"x.png", b"\xe4.png"])
-    text = arrow.Array.from_buffers(arrow.string(), 2, raw.buffers())
-    parquet.write_table(arrow.table({"path": text, "label": ["a", "b"]}), tmp_path / "odd")
-    assert Catalog.from_parquet(tmp_path / "odd", check_files=False).paths == (
-        "x.png",
-        "\udce4.png",
-    )
-
-
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        ([1.5, float("nan"), 2.0], r"no value in row 2 \('nan'\)"),
-        (["a", None, "b"], r"no value in row 2 \(''\)"),
-        (["nan", "b", "NaN"], r"no value in row 1 \('nan'\), row 3 \('NaN'\)"),
-        (["a", "b", "None"], r"no value in row 3 \('None'\)"),
-    ],
-)
-@pytest.mark.parametrize("form", ["csv", "parquet"])
-def test_labels_that_are_missing_are_no_class(tmp_path, labels, message, form):
-    file, paths = tmp_path / f"table.{form}", ["x.png", "y.png", "z.png"]
-    if form == "parquet":
-        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(arrow.table({"path": paths, "label": labels}), file)
-    else:
-        values = ["" if label is None else label for label in labels]
-        rows = zip(paths, values, strict=True)
-        file.write_text("".join(f"{path},{label}\n" for path, label in [("path", "label"), *rows]))
-    with pytest.raises(ValueError, match=message) as caught:
-        getattr(Catalog, f"from_{form}")(file, check_files=False)
-    assert str(file) in str(caught.value)
-
-
-def test_columns_that_training_does_not_use_are_told(tmp_path):
+def test_further_columns_are_listed_in_layout(tmp_path):
     file = tmp_path / "t.csv"
     file.write_text("path,label,width,height,x\na.jpg,x,1,2,3\nb.jpg,y,1,2,3\n")
-    told = "images: 2 classes: x, y; further columns, for search only: width, height, x"
-    assert Catalog.from_csv(file, check_files=False).layout == told
+    expected = "images: 2 classes: x, y; further columns, for search only: width, height, x"
+    assert Catalog.from_csv(file, check_files=False).layout == expected
 
 
 @pytest.mark.parametrize(
     "other", ["./a/1.png", "a/../a/1.png", "b/../a//1.png", "link/1.png", "again.png", "ABSOLUTE"]
 )
-def test_an_image_is_listed_once_whatever_it_is_called(tmp_path, other):
+def test_image_under_two_paths_is_rejected(tmp_path, other):
     make_tree(tmp_path, ["a/1.png", "b/2.png"])
     (tmp_path / "link").symlink_to("a")
     (tmp_path / "again.png").symlink_to("link/1.png")
@@ -424,7 +351,7 @@ def test_an_image_is_listed_once_whatever_it_is_called(tmp_path, other):
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
-def test_a_table_that_cannot_be_read_is_named(tmp_path, form, request):
+def test_unreadable_table_is_named(tmp_path, form, request):
     read = getattr(Catalog, f"from_{form}")
     with pytest.raises(ValueError, match=f"there is no table {tmp_path}/none"):
         read(tmp_path / "none")
@@ -455,7 +382,7 @@ def test_folder_of_folders(tmp_path):
     assert "note: files that are not images" in catalog.describe()
 
 
-def test_folders_that_may_be_meant_otherwise_are_told(tmp_path):
+def test_notes_on_nested_folders_and_unsupported_formats(tmp_path):
     make_tree(tmp_path, ["2024/ant/1.png", "2025/bee/2.png"], junk=["2024/ant/IMG_1.HEIC"])
     assert Catalog.from_folder(tmp_path).notes == (
         "all images lie in folders below the class folders, as 2024/ant/1.png; the outer ones are "
@@ -472,7 +399,7 @@ SPLIT_TREE = ["train/a/1.png", "test/b/2.png", "val/c/deep/3.png"]
 
 
 @pytest.mark.parametrize(
-    ("more", "left_out"),
+    ("more", "skipped"),
     [
         ([], ""),
         (["__MACOSX/._train", "lost+found/x/1.png"], "; skipped: __MACOSX, lost+found"),
@@ -481,30 +408,17 @@ SPLIT_TREE = ["train/a/1.png", "test/b/2.png", "val/c/deep/3.png"]
         (["train/a/.old/1.png", "test/b/@eaDir/2.jpg"], "; skipped: test/b/@eaDir, train/a/.old"),
     ],
 )
-def test_folder_with_splits(tmp_path, more, left_out):
+def test_folder_with_splits(tmp_path, more, skipped):
     make_tree(tmp_path, SPLIT_TREE, more)
     catalog = Catalog.from_folder(tmp_path)
     assert by_split(catalog) == {path: path.split("/")[0] for path in SPLIT_TREE}
     assert set(catalog.labels) == {"a", "b", "c"}
-    told = "images: 1 class in train/, 1 class in val/, 1 class in test/"
-    assert catalog.layout == told + left_out
+    expected = "images: 1 class in train/, 1 class in val/, 1 class in test/"
+    assert catalog.layout == expected + skipped
     assert catalog.describe().startswith(catalog.layout)
 
 
-@pytest.mark.parametrize(
-    "more", ["__MACOSX/._x.png", "docs/read.txt", ".git/1.png", "empty/.x", "test/3.png"]
-)
-def test_single_split_beside_folders_without_classes(tmp_path, more):
-    make_tree(tmp_path, ["train/a/1.png", "train/b/2.png"], [more])
-    catalog = Catalog.from_folder(tmp_path)
-    assert set(catalog.splits) == {"train"}
-    assert catalog.layout.startswith(f"images: 2 classes in train/; skipped: {more.split('/')[0]}")
-    (tmp_path / "train").rename(tmp_path / "apart")
-    make_tree(tmp_path, ["train/1.png", "test/2.png"])  # without folders: classes of these names
-    assert {"test", "train"} <= set(Catalog.from_folder(tmp_path).labels)
-
-
-def test_what_may_be_a_split_or_a_class_is_not_guessed_at(tmp_path):
+def test_ambiguous_split_folder_is_rejected(tmp_path):
     make_tree(tmp_path, ["train/steam/1.png", "train/diesel/2.png", "bus/3.png"])
     with pytest.raises(ValueError, match=r"is train/ a split or a class\? .* move bus/ elsewhere"):
         Catalog.from_folder(tmp_path)
@@ -545,17 +459,12 @@ def test_links_to_class_folders_elsewhere_are_followed(tmp_path):
 
 
 @pytest.mark.parametrize("closed", ["b", "b/deep", "train"])
-def test_folder_without_permission_is_an_error_unless_skipped(ordinary_user, closed):
+def test_folder_without_permission_is_named(ordinary_user, closed):
     make_tree(ordinary_user, ["a/1.png", "b/2.png", "b/deep/3.png", "train/4.png"])
     (ordinary_user / closed).chmod(0)
     message = f"{ordinary_user / closed} cannot be read: Permission denied"
     with pytest.raises(OSError, match=message):
         Catalog.from_folder(ordinary_user)
-    other = ordinary_user / "other"
-    make_tree(other, [*SPLIT_TREE, "private/x/1.png", "lost+found/1.png"])
-    for name in ("private", "lost+found"):
-        (other / name).chmod(0)
-    assert len(Catalog.from_folder(other)) == 3
 
 
 def test_folder_errors(tmp_path):
@@ -582,7 +491,6 @@ def test_describe():
 
 def test_rows_take_little_more_memory_than_their_bytes(tmp_path):
     """The bound of ten million rows in 2 GiB, scaled down: at most 200 bytes a row at any time."""
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = 200_000
     numbers = np.random.default_rng(0).permutation(rows)
     columns = {
@@ -610,17 +518,14 @@ def test_rows_take_little_more_memory_than_their_bytes(tmp_path):
     some = np.random.default_rng(1).choice(rows, 50)
     assert [catalog.columns["year"][row] for row in some] == columns["year"][some].tolist()
     train = catalog.filter(split="train")
-    assert (
-        train.paths[-1]
-        == [p for p, split in zip(paths, columns["split"], strict=True) if split == "train"][-1]
-    )
+    assert train.paths[-1] == paths[np.flatnonzero(columns["split"] == "train")[-1]]
     # A few rows do not carry all the others along.
     assert len(pickle.dumps(train.subset([5, 3]))) < 5000
 
 
 @given(st.lists(st.none() | st.text(st.characters(blacklist_categories=("Cs",)), max_size=20)))
 def test_columns_of_texts_are_like_tuples(values):
-    column = Column.of(values)
+    column = Column(encode(values))
     assert column == tuple(values)
     assert tuple(column) == tuple(values)
     assert hash(column) == hash(tuple(values))
@@ -634,4 +539,4 @@ def test_columns_of_texts_are_like_tuples(values):
     assert coded.distinct == tuple(sorted(set(texts)))
     assert coded[::3] == texts[::3]
     assert coded[::3].distinct == tuple(sorted(set(texts[::3])))
-    assert pack(Column.of(texts), recurring=True).array == coded.array
+    assert pack(Column(encode(texts)), recurring=True).array == coded.array

@@ -32,20 +32,20 @@ def test_each_agrees_with_torchvision(name, factor, seed, height, width):
     pixels = some_pixels(seed, 2, height, width)
     found = recolor(pixels, same(2, **{name: factor}))
     expected = 255 * getattr(tv, f"adjust_{name}")(pixels.double() / 255, factor)
-    # Half a grey level is rounding. The weights of light add up to 0.9999, which a grey image sees.
+    # Half a gray level is rounding. The weights of light add up to 0.9999, which a gray image sees.
     assert (found - expected).abs().max() <= 0.5 + 0.03
 
 
 @given(hue=st.floats(-0.5, 0.5), seed=st.integers(0, 99))
-def test_a_turn_of_hue_keeps_light_and_grey(hue, seed):
-    # Weak colours, so that nothing is cut off at black and white.
+def test_hue_shift_preserves_luma_and_gray(hue, seed):
+    # Weak colors, so that nothing is clipped at black and white.
     pixels = (some_pixels(seed).float() / 8 + 112).to(torch.uint8)
     light = torch.tensor([0.2989, 0.587, 0.114])
     turned = recolor(pixels, same(3, hue=hue))
     before, after = (torch.einsum("bchw,c->bhw", p.float(), light) for p in (pixels, turned))
     assert (before - after).abs().max() <= 0.6
-    grey = pixels[:, :1].expand(-1, 3, -1, -1)
-    assert (recolor(grey, same(3, hue=hue)).int() - grey.int()).abs().max() <= 1
+    gray = pixels[:, :1].expand(-1, 3, -1, -1)
+    assert (recolor(gray, same(3, hue=hue)).int() - gray.int()).abs().max() <= 1
     back = recolor(turned, same(3, hue=-hue))
     assert (back.int() - pixels.int()).abs().max() <= 2
 
@@ -82,9 +82,9 @@ def test_what_is_drawn_keeps_to_its_bounds():
     draw = torch.Generator().manual_seed(0)
     changes = ColorJitter(jitter=0.3, hue=0.1, grayscale=0.25).draw(4000, draw)
     assert len(changes) == 4000
-    grey = changes.saturation == 0
-    assert 0.2 < grey.double().mean() < 0.3
-    for values in (changes.contrast, changes.brightness, changes.saturation[~grey]):
+    gray = changes.saturation == 0
+    assert 0.2 < gray.double().mean() < 0.3
+    for values in (changes.contrast, changes.brightness, changes.saturation[~gray]):
         assert 0.7 <= values.min() < 0.71
         assert 1.29 < values.max() <= 1.3
     assert -0.1 <= changes.hue.min() < -0.099

@@ -19,7 +19,7 @@ from proximetry.data import (
     open_image,
     resize_and_center_crop,
 )
-from proximetry.data.augment.resample import resample
+from proximetry.data.resample import resample
 
 SIZES = [(40, 56), (64, 48), (33, 33), (50, 20), (21, 90), (7, 5)]
 MODES = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}
@@ -94,13 +94,6 @@ def test_the_cache_holds_what_reading_the_file_gives(data, tmp_path_factory):
     found = CenterCrop(crop)(cache, [0])[0]
     expected = resize_and_center_crop(open_image(catalog.file(0)), resize, crop, interpolation)
     assert np.array_equal(found.permute(1, 2, 0), expected)
-
-
-def test_center_crop_equals_torchvision(pixels):
-    for crop in (5, (7, 4)):
-        batch = CenterCrop(crop)(pixels, np.arange(len(pixels) - 1))
-        for k, image in enumerate(batch):
-            assert torch.equal(image, tv.center_crop(chw(pixels, k), crop))
 
 
 def test_flipped_centers_are_the_views_of_evaluation_or_their_mirrors(pixels):

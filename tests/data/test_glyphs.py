@@ -63,7 +63,7 @@ def test_the_list_is_what_the_rule_gives():
     assert tuple(choose()) == characters()
 
 
-def test_catalogue(catalog):
+def test_catalog(catalog):
     assert len(catalog.class_names) == 1000
     assert set(catalog.class_names) == set(characters())
     sizes = Counter(catalog.labels)

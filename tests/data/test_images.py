@@ -78,6 +78,13 @@ def test_modes(mode):
         assert np.abs(np.asarray(out)[6, 3].astype(int) - RED).max() <= 8
 
 
+def test_one_bit_png():
+    bits = np.eye(5, 9, dtype=bool)
+    data = encoded(Image.fromarray(bits), "PNG")
+    assert Image.open(io.BytesIO(data)).mode == "1"
+    assert (np.asarray(open_image(data)) == 255 * bits[:, :, None]).all()
+
+
 @pytest.mark.parametrize("form", ["PNG", "TIFF"])
 def test_sixteen_bits_scale_to_eight(form):
     values = np.array([[0, 128, 129, 257, 32896, 65407, 65535]], dtype=np.uint16)
@@ -113,7 +120,7 @@ def test_transparency_lies_on_white(form):
     assert np.abs(out - expected_on_white(rgba)).max() <= 1
 
 
-def test_grey_with_alpha_and_premultiplied():
+def test_gray_with_alpha_and_premultiplied():
     la = Image.new("LA", (3, 2), (0, 0))
     assert np.asarray(open_image(la)).min() == 255
     assert np.asarray(open_image(la.convert("La"))).min() == 255
@@ -295,11 +302,11 @@ def test_limit_can_be_set():
 
 def test_arrays():
     rng = np.random.default_rng(3)
-    grey = rng.integers(0, 256, (4, 5), dtype=np.uint8)
-    assert (np.asarray(open_image(grey)) == grey[:, :, None]).all()
-    assert (np.asarray(open_image(grey[:, :, None])) == grey[:, :, None]).all()
-    colour = rng.integers(0, 256, (4, 5, 3), dtype=np.uint8)
-    assert (np.asarray(open_image(colour[:, ::-1])) == colour[:, ::-1]).all()
+    gray = rng.integers(0, 256, (4, 5), dtype=np.uint8)
+    assert (np.asarray(open_image(gray)) == gray[:, :, None]).all()
+    assert (np.asarray(open_image(gray[:, :, None])) == gray[:, :, None]).all()
+    color = rng.integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    assert (np.asarray(open_image(color[:, ::-1])) == color[:, ::-1]).all()
     assert np.asarray(open_image(np.eye(3, dtype=bool)))[0, 0, 0] == 255
     for shape in ((3, 8, 8), (5,), (0, 4, 3)):
         with pytest.raises(ImageError, match="channels last"):
@@ -404,7 +411,7 @@ def test_large_jpeg_files_are_decoded_at_the_size_that_scaling_needs(large_jpeg)
         reduced = np.asarray(resize_image(image, size, "bicubic"), float)
         expected = np.asarray(resize_image(whole, size, "bicubic"), float)
         assert reduced.shape == expected.shape
-        assert np.abs(reduced - expected).mean() < 0.6  # grey levels
+        assert np.abs(reduced - expected).mean() < 0.6  # gray levels
         again = open_image(large_jpeg.read_bytes(), size=size)
         assert np.array_equal(np.asarray(again), np.asarray(image))
         with pytest.raises(ImageError, match="too large: 1601×1205"):

@@ -22,7 +22,7 @@ NPZ = content(np.savez_compressed, vectors=VECTORS, labels=np.zeros(40, int))
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "told"),
+    ("name", "data", "message"),
     [
         ("v.npz", NPZ[:300], "is no NumPy file"),
         ("v.npz", NPZ[:100] + bytes(100) + NPZ[200:], "an array cannot be read"),  # zlib.error
@@ -33,10 +33,10 @@ NPZ = content(np.savez_compressed, vectors=VECTORS, labels=np.zeros(40, int))
         ("v.npy", b"", "is no NumPy file"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path, name, data, told):
+def test_damaged_files_raise_one_line_errors(tmp_path, name, data, message):
     (tmp_path / name).write_bytes(data)
     (tmp_path / "v.npy.json").write_text('{"labels": []}')
-    with pytest.raises(UsageError, match=told) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         VectorCatalog.read(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
     assert "\n" not in str(caught.value)

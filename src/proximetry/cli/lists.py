@@ -142,7 +142,7 @@ def datasets(
     known = list_datasets()
     facts = {name: dataclasses.asdict(info) for name, info in known.items()}
     for one in facts.values():
-        del one["read"]
+        del one["reader"]
     if source is None:
         print_result(as_json, facts, columns({name: [str(info)] for name, info in known.items()}))
         return

@@ -225,7 +225,7 @@ def search(
         sheet: also write a contact sheet: a self-contained .html page, or a .png.
     """
     from proximetry.cli.inputs import check_there
-    from proximetry.data.shards import split_shard_path
+    from proximetry.data.folders import split_shard_path
     from proximetry.search.manifest import MANIFEST
     from proximetry.search.rows import parse_conditions
 

@@ -42,6 +42,16 @@ __all__ = [
     "resolve_source",
 ]
 
+# Column of a table → field of Catalog.
+FIELDS = {
+    "path": "paths",
+    "label": "labels",
+    "split": "splits",
+    "query": "queries",
+    "gallery": "galleries",
+    "group": "groups",
+}
+
 __getattr__ = lazy_exports(
     __name__,
     {

@@ -46,6 +46,7 @@ from proximetry._util.files import (
 )
 from proximetry._util.types import Progress
 from proximetry.data.catalog import Catalog
+from proximetry.data.folders import shard_members, split_shard_path
 from proximetry.data.images import (
     ImageError,
     Interpolation,
@@ -56,7 +57,6 @@ from proximetry.data.images import (
     open_bytes,
 )
 from proximetry.data.loader import Array, Pixels, decode, parallel_map
-from proximetry.data.shards import shard_members, split_shard_path
 
 _FORMAT = "proximetry pixels 5"
 _HOUR = 3600.0
@@ -128,16 +128,17 @@ class PixelCache(Pixels):
         """
         if policy not in ("error", "skip"):
             raise ValueError(f"policy must be 'error' or 'skip', got {policy!r}")
-        settings = _Settings.of(catalog, size, interpolation)
+        settings = _Settings(size, interpolation)
         folder, header = _open_or_build(catalog, settings, root, progress, starting, waiting)
         index = np.load(folder / "index.npy")
         good = index[:, 1] > 0
         bad = tuple(zip(catalog.subset(~good).paths, header["bad"].values(), strict=True))
-        raise_unreadable(bad, len(catalog), policy)
-        readable = catalog.subset(good) if bad else catalog
+        if bad:
+            raise_unreadable(bad, len(catalog), policy)
+            catalog = catalog.subset(good)
         if header["copies"]:
-            readable = replace(readable, notes=(*readable.notes, *header["copies"]))
-        return cls(readable, _map(folder), index[good], bad, folder, header["digest"])
+            catalog = replace(catalog, notes=(*catalog.notes, *header["copies"]))
+        return cls(catalog, _map(folder), index[good], bad, folder, header["digest"])
 
     @classmethod
     def in_memory(cls, images: Iterable[Array]) -> PixelCache:
@@ -212,18 +213,17 @@ class _Settings:
     interpolation: Interpolation
     content: Literal["pixels", "bodies", "headers"] = "pixels"
 
-    @classmethod
-    def of(cls, catalog: Catalog, size: Size, interpolation: Interpolation) -> _Settings:
-        check_interpolation(interpolation)
-        sides = (size,) if isinstance(size, int) else size
+    def __post_init__(self) -> None:
+        check_interpolation(self.interpolation)
+        sides = (self.size,) if isinstance(self.size, int) else self.size
         if not 1 <= min(sides) <= max(sides) <= 4096:
-            raise ValueError(f"images are scaled to 1 to 4096 pixels, got {described_size(size)}")
-        if len(catalog) == 0:
-            raise ValueError("the catalog is empty: there is nothing to decode")
-        return cls(size, interpolation)
+            size = described_size(self.size)
+            raise ValueError(f"images are scaled to 1 to 4096 pixels, got {size}")
 
     def key(self, catalog: Catalog) -> str:
         """Return the name of the cache: a digest of settings, file names, sizes and times."""
+        if len(catalog) == 0:
+            raise ValueError("the catalog is empty: there is nothing to decode")
         facts = (_FORMAT, self.size, self.interpolation, self.content, metadata.version("pillow"))
         digest = hashlib.blake2b(repr(facts).encode(), digest_size=12)
         digest.update(os.path.abspath(catalog.root).encode(errors="surrogateescape"))
@@ -378,8 +378,7 @@ def estimate(
 
     Reads the headers of at most 1 000 images.
     """
-    settings = _Settings.of(catalog, size, interpolation)
-    file = cache_home(root) / settings.key(catalog) / "pixels.bin"
+    file = cache_home(root) / _Settings(size, interpolation).key(catalog) / "pixels.bin"
     if file.is_file():
         return True, file.stat().st_size
     total, read = len(catalog), 0
@@ -394,10 +393,9 @@ def estimate(
 def unreadable_images(
     catalog: Catalog,
     size: Size,
+    interpolation: Interpolation,
+    policy: Policy,
     root: Root = None,
-    *,
-    interpolation: Interpolation = "bicubic",
-    policy: Policy = "error",
     progress: Progress | None = None,
 ) -> Bad:
     """Return path and reason of unreadable images, before they are decoded on the fly.
@@ -405,8 +403,7 @@ def unreadable_images(
     Policy "error" reads the headers and raises an ImageError; "skip" decodes every image, as
     `PixelCache.build` does. The result is cached until a file changes.
     """
-    settings = _Settings.of(catalog, size, interpolation)
-    settings = replace(settings, content="bodies" if policy == "skip" else "headers")
+    settings = _Settings(size, interpolation, "bodies" if policy == "skip" else "headers")
     _, header = _open_or_build(catalog, settings, root, progress)
     bad = tuple((catalog.paths[int(row)], reason) for row, reason in header["bad"].items())
     raise_unreadable(bad, len(catalog), policy)
@@ -434,17 +431,12 @@ def describe_copies(catalog: Catalog) -> list[str]:
         if before != row:
             copies = same if codes[before] == codes[row] else other
             copies.append(f"{catalog.paths[row]} (of {catalog.paths[before]})")
-    notes = []
-    if same:
-        noun = "images are copies" if len(same) > 1 else "image is a copy"
-        notes.append(f"{len(same)} {noun}, byte for byte: {some(same)}")
-    if other:
-        noun = "images are copies of others" if len(other) > 1 else "image is a copy of one"
-        notes.append(
-            f"{len(other)} {noun} in another class, byte for byte, so one of the two labels is "
-            f"wrong: {some(other)}"
-        )
-    return notes
+    wrong = "in another class, byte for byte, so one of the two labels is wrong"
+    return [
+        f"copies of images {where} ({len(copies)}): {some(copies)}"
+        for copies, where in ((same, "in the same class, byte for byte"), (other, wrong))
+        if copies
+    ]
 
 
 def _file_digest(file: str) -> str:
@@ -471,11 +463,8 @@ def _free_memory(device: torch.device) -> int:
 
 
 def _map(folder: Path) -> torch.Tensor:
-    file = folder / "pixels.bin"
-    if file.stat().st_size == 0:  # an empty file cannot be mapped
-        return torch.empty(0, dtype=torch.uint8)
     # Mode "c": torch requires writable memory; writes would stay in this process.
-    return torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="c"))
+    return torch.from_numpy(np.memmap(folder / "pixels.bin", dtype=np.uint8, mode="c"))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -11,7 +12,7 @@ from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, Self, TypeAlias, TypedDict, Unpack, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +20,15 @@ import pyarrow as pa  # type: ignore[import-untyped]
 
 from proximetry._util.errors import closest, some
 from proximetry._util.types import Progress
-from proximetry.data.folders import layout, scan_folder
-from proximetry.data.registry import FIELDS
-from proximetry.data.shards import SEPARATOR, scan_shards, shard_members, split_shard_path
+from proximetry.data import FIELDS
+from proximetry.data.folders import (
+    SEPARATOR,
+    layout,
+    scan_folder,
+    scan_shards,
+    shard_members,
+    split_shard_path,
+)
 from proximetry.data.tables import (
     TEXT,
     Column,
@@ -38,8 +45,28 @@ SPLITS = ("all", "train", "val", "test")
 AnyPath: TypeAlias = "str | os.PathLike[str]"
 Rows: TypeAlias = "Sequence[int] | npt.NDArray[np.int64]"
 _RECURRING = ("labels", "splits", "groups")
+_FLAGS = ("query", "gallery")
+# File names that are not UTF-8 have surrogates from U+DC80 to U+DCFF (surrogateescape).
+_NO_FILE_NAME = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 _LISTED = 5  # problems in an error message
 _PROGRESS_EVERY = 1000  # files
+
+
+class TableOptions(TypedDict, total=False):
+    """Options of `Catalog.from_csv` and `Catalog.from_parquet`.
+
+    Attributes:
+        columns: names of the columns in the table, where they differ:
+            {"path": "file", "label": "category"}.
+        check_files: check that every image exists and is listed once; True by default.
+        allow_missing: keep images that do not exist.
+        progress: called with (images checked, images in all).
+    """
+
+    columns: Mapping[str, str] | None
+    check_files: bool
+    allow_missing: bool
+    progress: Progress | None
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,7 +134,7 @@ class Catalog:
 
     def rows(self, *splits: str) -> npt.NDArray[np.int64]:
         """Return the row numbers of these splits."""
-        return np.flatnonzero(cast(Column, self.splits).where(splits.__contains__))
+        return np.flatnonzero(cast(Column, self.splits).isin(splits))
 
     def file(self, i: int) -> str:
         """Return the full path of one image, ready for `open_image`."""
@@ -124,14 +151,14 @@ class Catalog:
             else tuple(values[row] for row in picks.tolist())
             for name, values in self._columns().items()
         }
-        columns = {name: taken.pop(name) for name in self.columns}
-        changes: dict[str, Any] = {FIELDS[name]: values for name, values in taken.items()}
-        if len(repeated_rows(picks)):
-            return replace(self, columns=columns, **changes)  # which reports them
+        changes: dict[str, Any] = {"columns": {name: taken.pop(name) for name in self.columns}}
+        changes |= {FIELDS[name]: values for name, values in taken.items()}
+        if np.bincount(picks).max(initial=0) > 1:
+            return replace(self, **changes)  # which reports them
         # Rows of a valid catalog need no validation.
         part = object.__new__(type(self))
         same = {item.name: getattr(self, item.name) for item in fields(self)}
-        part.__dict__.update(same | changes | {"columns": columns})
+        part.__dict__.update(same | changes)
         return part
 
     def filter(
@@ -152,19 +179,14 @@ class Catalog:
             unknown = sorted(names - set(self.class_names))
             if unknown:
                 raise ValueError(f"no such class: {some([repr(u) for u in unknown])}")
-            keep &= cast(Column, self.labels).where(names.__contains__)
-        for name, value in (
-            ("split", split),
-            ("group", group),
-            ("query", query),
-            ("gallery", gallery),
-        ):
-            if value is None:
-                continue
+            keep &= cast(Column, self.labels).isin(names)
+        wanted = {"split": split, "group": group, "query": query, "gallery": gallery}
+        for name, value in wanted.items():
             column = getattr(self, FIELDS[name])
-            if column is None:
+            if value is not None and column is None:
                 raise ValueError(f"this catalog has no {name} column to filter by")
-            keep &= np.asarray(column) == value
+            if value is not None:
+                keep &= np.asarray(column) == value
         return self.subset(keep)
 
     def split_classes(
@@ -187,12 +209,11 @@ class Catalog:
             raise ValueError(f"{len(counts)} parts need {len(counts)} names, got {tuple(names)}")
         order = np.random.default_rng(seed).permutation(len(self.class_names))
         part_of = np.repeat(np.arange(len(counts)), counts)[np.argsort(order)]
-        pieces = []
-        for part, name in enumerate(names):
-            piece = self.subset(part_of[self.codes] == part)
-            splits = Column.coded((name,), np.zeros(len(piece), np.int8))
-            pieces.append(replace(piece, splits=splits))
-        return tuple(pieces)
+        pieces = [self.subset(part_of[self.codes] == part) for part in range(len(names))]
+        return tuple(
+            replace(piece, splits=(name,) * len(piece))
+            for piece, name in zip(pieces, names, strict=True)
+        )
 
     def missing_files(self) -> list[int]:
         """Return the rows whose file or shard member does not exist."""
@@ -214,15 +235,12 @@ class Catalog:
     @cached_property
     def _images_of_splits(self) -> dict[str, npt.NDArray[np.int64]]:
         """Number of images of each class by split, in the order of `SPLITS`."""
-        labels, splits, size = (
-            cast(Column, self.labels),
-            cast(Column, self.splits),
-            len(self.class_names),
-        )
+        codes = cast(Column, self.labels).codes
+        rows = {split: cast(Column, self.splits).isin((split,)) for split in SPLITS}
         return {
-            split: np.bincount(labels.codes[splits.where(split.__eq__)], minlength=size)
-            for split in SPLITS
-            if split in splits
+            split: np.bincount(codes[chosen], minlength=len(self.class_names))
+            for split, chosen in rows.items()
+            if chosen.any()
         }
 
     def _named(self, classes: npt.NDArray[np.bool_]) -> list[str]:
@@ -266,25 +284,22 @@ class Catalog:
         return cls(root=Path(root), **scan_folder(Path(root))._asdict())
 
     @classmethod
-    def from_shards(cls, files: Sequence[AnyPath]) -> Catalog:
+    def from_shards(cls, files: AnyPath | Sequence[AnyPath]) -> Catalog:
         """Read tar files that hold ``<class>/<image>``; the images stay where they are.
 
-        A class may be spread over several shards. The class is the folder next to the image;
-        train, val and test around the classes are the splits.
+        `files` may also be one tar file, or a folder of them. A class may be spread over several
+        shards. The class is the folder next to the image; train, val and test around the classes
+        are the splits.
         """
+        if isinstance(files, str | os.PathLike):
+            place = Path(files)
+            files = sorted(place.glob("*.tar")) if place.is_dir() else [place]
         root, found = scan_shards([Path(file) for file in files])
         return cls(root=root, **found._asdict())
 
     @classmethod
     def from_csv(
-        cls,
-        file: AnyPath,
-        root: AnyPath | None = None,
-        *,
-        columns: Mapping[str, str] | None = None,
-        check_files: bool = True,
-        allow_missing: bool = False,
-        progress: Progress | None = None,
+        cls, file: AnyPath, root: AnyPath | None = None, **options: Unpack[TableOptions]
     ) -> Catalog:
         """Read a comma-separated table with a header line.
 
@@ -294,56 +309,47 @@ class Catalog:
         Args:
             file: the table.
             root: the folder that paths start from; the folder of the table by default.
-            columns: names of these columns in the table, where they differ:
-                {"path": "file", "label": "category"}.
-            check_files: check that every image exists and is listed once.
-            allow_missing: keep images that do not exist.
-            progress: called with (images checked, images in all).
+            **options: see `TableOptions`.
         """
-        options = (check_files, allow_missing, progress)
-        return cls._from_table(read_csv(Path(file), columns), file, root, *options)
+        return cls._from_table(read_csv, file, root, **options)
 
     @classmethod
     def from_parquet(
-        cls,
-        file: AnyPath,
-        root: AnyPath | None = None,
-        *,
-        columns: Mapping[str, str] | None = None,
-        check_files: bool = True,
-        allow_missing: bool = False,
-        progress: Progress | None = None,
+        cls, file: AnyPath, root: AnyPath | None = None, **options: Unpack[TableOptions]
     ) -> Catalog:
         """Read a Parquet table, as `from_csv` does; further columns keep their types.
 
         Labels of any type become text: whole numbers as 7, also if stored as 7.0, truth values as
         True and False, categories as their values.
         """
-        options = (check_files, allow_missing, progress)
-        return cls._from_table(read_parquet(Path(file), columns), file, root, *options)
+        return cls._from_table(read_parquet, file, root, **options)
 
     @classmethod
     def _from_table(
         cls,
-        values: dict[str, Any],
+        read: Callable[[Path, Mapping[str, str] | None], dict[str, Any]],
         file: AnyPath,
         root: AnyPath | None,
-        check_files: bool,
-        allow_missing: bool,
-        progress: Progress | None,
+        *,
+        columns: Mapping[str, str] | None = None,
+        check_files: bool = True,
+        allow_missing: bool = False,
+        progress: Progress | None = None,
     ) -> Catalog:
+        values = read(Path(file), columns)
         try:
             catalog = cls(root=Path(file).parent if root is None else Path(root), **values)
             if check_files:
                 _check_files(catalog, allow_missing, progress)
         except ValueError as error:
             raise ValueError(f"{os.fspath(file)}: {error}") from None
-        homes = {
-            "" if split == "all" else split: catalog._named(images > 0)
+        classes = [
+            ("" if split == "all" else split, name)
             for split, images in catalog._images_of_splits.items()
-        }
+            for name in catalog._named(images > 0)
+        ]
         further = f"; further columns, for search only: {some(catalog.columns)}"
-        return replace(catalog, layout=layout(homes) + (further if catalog.columns else ""))
+        return replace(catalog, layout=layout(classes) + (further if catalog.columns else ""))
 
     def to_csv(self, file: AnyPath) -> None:
         """Write the table for `from_csv`; paths stay relative to `root`."""
@@ -424,7 +430,7 @@ def _validate(catalog: Catalog) -> None:
     for name in catalog.columns:
         if name in FIELDS:
             raise ValueError(f"columns holds {name!r}, which is the catalog's own {FIELDS[name]}")
-        if not _is_text(name) or not name:
+        if _problem("label", name):
             raise ValueError(f"{name!r} is no usable name for a column")
     for column, values in catalog._columns().items():
         if len(values) != size:
@@ -433,86 +439,57 @@ def _validate(catalog: Catalog) -> None:
     if (catalog.queries is None) != (catalog.galleries is None):
         raise ValueError("query and gallery come together: give both columns or neither")
     problems = list(_problems(catalog))
-    count = sum(len(rows) for _, rows, _ in problems)
     shown = [
         f"row {row + 1}, column {column}: {catalog._columns()[column][row]!r} {problem}"
-        for column, rows, problem in problems
-        for row in rows[:_LISTED]
-    ][:_LISTED]
-    if count > _LISTED:
-        shown.append(f"and {count - _LISTED} more")
+        for row, column, problem in problems[:_LISTED]
+    ]
+    if len(problems) > _LISTED:
+        shown.append(f"and {len(problems) - _LISTED} more")
     if shown:
         raise ValueError("; ".join(shown))
 
 
-def _problems(catalog: Catalog) -> Iterator[tuple[str, list[int], str]]:
-    """Yield columns, their invalid rows, and the problem."""
-    for name, values in catalog._columns().items():
-        valid, problem = _RULES.get(name, (_is_plain, "is neither a text nor a number"))
-        yield name, _invalid(values, valid, name), problem
-    paths = catalog.paths
-    if isinstance(paths, Column):
-        # The same image twice would be its own nearest neighbor.
-        hashes = [np.zeros(0, np.int64)]
-        for start in range(0, len(paths), 1 << 16):
-            values = paths.array[start : start + (1 << 16)].to_pylist()
-            hashes.append(np.fromiter(map(hash, values), np.int64, len(values)))
-        rows = repeated_rows(np.concatenate(hashes)).tolist()
-        counts = Counter(paths[row] for row in rows)
+def _problems(catalog: Catalog) -> Iterator[tuple[int, str, str]]:
+    """Yield row, column and description of invalid values."""
+    for column, values in catalog._columns().items():
+        rows: Iterable[int] = range(len(values))
+        if isinstance(values, Column):
+            kind, complete = values.array.type, not values.array.null_count
+            if pa.types.is_dictionary(kind):
+                invalid = {text for text in values.distinct if _problem(column, text)}
+                rows = np.flatnonzero(values.isin(invalid)).tolist()
+            elif column == "path" and kind == TEXT and complete:
+                zero = pa.compute.match_substring(values.array, "\0")
+                empty = pa.compute.equal(pa.compute.binary_length(values.array), 0)
+                rows = np.flatnonzero(pa.compute.or_(zero, empty)).tolist()
+            elif column not in FIELDS or (column in _FLAGS and complete and kind == pa.bool_()):
+                rows = ()  # the type of the array is enough
         for row in rows:
-            if counts[paths[row]] > 1:
-                yield "path", [row], f"is listed {counts[paths[row]]} times"
+            if problem := _problem(column, values[row]):
+                yield row, column, problem
+    if isinstance(catalog.paths, Column):
+        # The same image twice would be its own nearest neighbor.
+        hashes = np.fromiter(map(hash, catalog.paths), np.int64, len(catalog))
+        rows = repeated_rows(hashes).tolist()
+        counts = Counter(catalog.paths[row] for row in rows)
+        for row in rows:
+            if counts[catalog.paths[row]] > 1:
+                yield row, "path", f"is listed {counts[catalog.paths[row]]} times"
 
 
-def _invalid(values: Sequence[Any], valid: Callable[[Any], bool], name: str) -> list[int]:
-    """Return the rows with invalid values."""
-    if isinstance(values, Column):
-        array = values.array
-        if name not in FIELDS:
-            return []  # all values of a column are of one kind
-        if pa.types.is_boolean(array.type) and valid is _is_flag and not array.null_count:
-            return []
-        if pa.types.is_dictionary(array.type):
-            return [int(i) for i in values.where(lambda text: not valid(text)).nonzero()[0]]
-        if array.type == TEXT and valid is _is_name and not array.null_count:
-            zero = pa.compute.match_substring(array, "\0")
-            empty = pa.compute.equal(pa.compute.binary_length(array), 0)
-            return [int(i) for i in np.flatnonzero(pa.compute.or_(zero, empty))]
-    return [i for i, value in enumerate(values) if not valid(value)]
-
-
-def _is_name(value: object) -> bool:
-    return bool(value) and _is_text(value)
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_plain(value: object) -> bool:
-    """Whether a value is text, a number that 64 bits hold, or None."""
-    if isinstance(value, str):
-        return _is_text(value.replace("\0", ""))
-    if isinstance(value, int):
-        return -(2**63) <= value < 2**63
-    return value is None or (isinstance(value, float) and math.isfinite(value))
-
-
-def _is_text(value: object) -> bool:
-    """Whether a value is text that can be a file name, in UTF-8 or not."""
-    if not isinstance(value, str) or "\0" in value:
-        return False
-    try:
-        return value.isascii() or bool(value.encode("utf-8", "surrogateescape"))
-    except UnicodeEncodeError:
-        return False
-
-
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "path": (_is_name, "is not a usable text"),
-    "label": (_is_name, "is not a usable text"),
-    "group": (_is_text, "is not a usable text"),
-    "split": (SPLITS.__contains__, f"is none of {', '.join(SPLITS)}"),
-    "query": (_is_flag, "is neither true nor false"),
-    "gallery": (_is_flag, "is neither true nor false"),
-}
+def _problem(column: str, value: Any) -> str:
+    """Return why a value cannot be in a column; "" if it can."""
+    if column == "split":
+        return "" if value in SPLITS else f"is none of {', '.join(SPLITS)}"
+    if column in _FLAGS:
+        return "" if isinstance(value, bool) else "is neither true nor false"
+    if column in FIELDS:
+        text = isinstance(value, str) and (value or column == "group")
+        return "" if text and not _NO_FILE_NAME.search(value) else "is not a usable text"
+    valid = (
+        value is None
+        or (isinstance(value, str) and not _NO_FILE_NAME.search(value.replace("\0", "")))
+        or (isinstance(value, int) and -(2**63) <= value < 2**63)
+        or (isinstance(value, float) and math.isfinite(value))
+    )
+    return "" if valid else "is neither a text nor a number"

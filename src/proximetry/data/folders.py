@@ -1,15 +1,32 @@
-"""Scan a folder of class folders.
+"""Scan images in folders of class folders and in tar shards ("shard.tar::class/image.webp").
 
 Links to folders are followed one level: class folders, and splits, may be links to other places.
+
+A tar file is a row of 512-byte headers and contents, so one pass over the headers gives every
+member's place, and an image is then one seek and one read. Nothing is ever unpacked, so a
+member's name cannot reach outside the archive.
 """
 
+import errno
+import io
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+import stat
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from proximetry._util.errors import some
 
+SEPARATOR = "::"
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 EXTENSIONS = frozenset(
     ".jpg .jpeg .png .webp .gif .tif .tiff .bmp .ppm .pgm .pbm .jp2 .avif".split()  # noqa: SIM905
 )
@@ -46,7 +63,7 @@ def split_called(name: str) -> str | None:
 
 def class_folders(root: Path) -> list[Path]:
     """Return the visible sub-folders in sorted order."""
-    return [root / name for name in _subfolders(root, (), [])]
+    return [root / name for name in _entries(root, (), [], outer=True)[0]]
 
 
 def images_below(folder: Path) -> tuple[list[str], list[str]]:
@@ -75,24 +92,27 @@ def scan_folder(root: Path) -> Scan:
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; expected one sub-folder of images per class")
     skipped: list[str] = []
-    folders = _subfolders(root, (), skipped)
+    folders, ignored = _entries(root, (), skipped, outer=True)
     splits = _split_folders(root, folders)
-    for name in folders if splits else ():
-        if name not in splits:
-            skipped.append(f"{name} (no class folders)" if split_called(name) else name)
-    homes: list[Names] = [(split,) for split in splits] or [()]
-    ignored = [name for name in _files(root) if not name.startswith(".")]
-    ignored += ["/".join((*home, name)) for home in homes if home for name in _files(root, home)]
+    classes: list[Names] = [(name,) for name in folders]
+    if splits:
+        classes = []
+        for name in folders:
+            if name in splits:
+                names, files = _entries(root, (name,), skipped, outer=True)
+                classes += [(name, below) for below in names]
+                ignored += [f"{name}/{file}" for file in files]
+            else:
+                skipped.append(f"{name} (no class folders)" if split_called(name) else name)
     paths: list[Names] = []
     empty: list[str] = []
-    for home in homes:
-        for name in _subfolders(root, home, skipped) if home else folders:
-            count = len(paths)
-            for parts, names in _walk(root, (*home, name), skipped):
-                paths += [(*parts, file) for file in names if is_image(file)]
-                ignored += ["/".join((*parts, file)) for file in names if not is_image(file)]
-            if len(paths) == count:
-                empty.append("/".join((*home, name)))
+    for start in classes:
+        count = len(paths)
+        for parts, files in _walk(root, start, skipped):
+            paths += [(*parts, file) for file in files if is_image(file)]
+            ignored += ["/".join((*parts, file)) for file in files if not is_image(file)]
+        if len(paths) == count:
+            empty.append("/".join(start))
     if not paths:
         names = sorted(p.name for p in root.iterdir())
         raise ValueError(
@@ -106,27 +126,23 @@ def scan_folder(root: Path) -> Scan:
             f"all images lie in folders below the class folders, as {'/'.join(paths[0])}; the "
             "outer ones are the classes"
         )
-    notes += _ignored_notes(ignored)
-    if empty:
-        notes.append(f"class folders without images ({len(empty)}): {some(empty)}")
-    classes = by_place((f"{path[0]}/" if splits else "", path[depth - 1]) for path in paths)
+    kinds = {
+        "files of an unsupported image format; convert to JPEG or PNG": [
+            name for name in ignored if name.lower().endswith(_UNREAD)
+        ],
+        "files that are not images in a class folder": [
+            name for name in ignored if not name.lower().endswith(_UNREAD)
+        ],
+        "class folders without images": empty,
+    }
+    notes += [f"{what} ({len(names)}): {some(names)}" for what, names in kinds.items() if names]
     return Scan(
         tuple("/".join(path) for path in paths),
         tuple(path[depth - 1] for path in paths),
         tuple(split_called(path[0]) or "" if splits else "all" for path in paths),
-        layout(classes, sorted(skipped)),
+        layout(((f"{path[0]}/" if splits else "", path[depth - 1]) for path in paths), skipped),
         tuple(notes),
     )
-
-
-def _ignored_notes(names: list[str]) -> Iterator[str]:
-    for unread, what in (
-        (True, "of an unsupported image format; convert to JPEG or PNG"),
-        (False, "that are not images in a class folder"),
-    ):
-        files = [name for name in names if name.lower().endswith(_UNREAD) == unread]
-        if files:
-            yield f"files {what} ({len(files)}): {some(files)}"
 
 
 def _split_folders(root: Path, folders: Sequence[str]) -> list[str]:
@@ -139,7 +155,7 @@ def _split_folders(root: Path, folders: Sequence[str]) -> list[str]:
         name
         for name in folders
         if split_called(name)
-        and any(holds_images(name, below) for below in _subfolders(root, (name,), []))
+        and any(holds_images(name, below) for below in _entries(root, (name,), [], outer=True)[0])
     ]
     for name in folders if len(splits) == 1 else ():
         if not split_called(name) and holds_images(name):
@@ -151,90 +167,141 @@ def _split_folders(root: Path, folders: Sequence[str]) -> list[str]:
     return splits
 
 
-def by_place(rows: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
-    """Return the classes of each split, for `layout`."""
+def layout(rows: Iterable[tuple[str, str]], skipped: Iterable[str] = ()) -> str:
+    """Describe the classes by split, given (split, class), and what was skipped, in a sentence."""
     classes: dict[str, set[str]] = {}
     for home, label in rows:
         classes.setdefault(home, set()).add(label)
-    return classes
-
-
-def layout(classes: Mapping[str, Collection[str]], skipped: Sequence[str] = ()) -> str:
-    """Describe the classes by split, and what was skipped, in one sentence."""
     order = ["", *_SPLITS]
     parts = []
     for home in sorted(classes, key=lambda home: order.index(home.lower().strip("/"))):
         names = classes[home]
         count = f"{len(names)} class{'es' if len(names) != 1 else ''}"
         parts.append(f"{count} in {home}" if home else f"{count}: {some(sorted(names))}")
-    return f"images: {', '.join(parts) or 'none'}" + (
-        f"; skipped: {some(skipped)}" if skipped else ""
-    )
-
-
-def _subfolders(root: Path, parts: Names, skipped: list[str]) -> list[str]:
-    """Return the names of visible folders in a folder of the root, sorted; links included."""
-    folder, real = root.joinpath(*parts), os.path.realpath(root)
-    names = []
-    for name in sorted(_listed(folder)):
-        path = os.path.join(folder, name)
-        if not os.path.isdir(path):
-            continue
-        target = os.path.realpath(path)
-        loops = os.path.commonpath([real, target]) in (real, target)
-        if name.startswith(".") or name in _STRAY:
-            skipped.append("/".join((*parts, name)))
-        elif os.path.islink(path) and loops:
-            skipped.append(f"{'/'.join((*parts, name))} (a link to {target})")
-        else:
-            names.append(name)
-    return names
-
-
-def _files(root: Path, parts: Names = ()) -> list[str]:
-    folder = root.joinpath(*parts)
-    return sorted(n for n in _listed(folder) if not n.startswith(".") and not (folder / n).is_dir())
-
-
-def _listed(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError as error:
-        raise _unreadable(error) from error
+    noted = some(sorted(skipped))
+    return f"images: {', '.join(parts) or 'none'}" + (f"; skipped: {noted}" if noted else "")
 
 
 def _walk(root: Path, start: Names, skipped: list[str]) -> Iterator[tuple[Names, list[str]]]:
     """Yield the folders below ``start``, itself included, and the visible files of each."""
+    pending = [start]
+    while pending:
+        parts = pending.pop()
+        folders, files = _entries(root, parts, skipped)
+        yield parts, files
+        pending += [(*parts, name) for name in reversed(folders)]
+
+
+def _entries(
+    root: Path, parts: Names, skipped: list[str], *, outer: bool = False
+) -> tuple[list[str], list[str]]:
+    """Return the visible folders and files of a folder of the root, sorted.
+
+    In an outer folder, which holds splits or classes, links out of the root are followed.
+    """
     real = os.path.realpath(root)
-
-    def fail(error: OSError) -> None:
-        raise _unreadable(error) from error
-
-    for folder, folders, files in os.walk(root.joinpath(*start), onerror=fail, followlinks=False):
-        parts = Path(folder).relative_to(root).parts
-        below = sorted(folders)
-        folders.clear()
-        for name in below:
+    try:
+        with os.scandir(root.joinpath(*parts)) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except OSError as error:
+        raise OSError(
+            f"{error.filename} cannot be read: {error.strerror}. Make it readable, or move it away."
+        ) from error
+    folders, files = list[str](), list[str]()
+    for entry in entries:
+        name, place = entry.name, "/".join((*parts, entry.name))
+        target = os.path.realpath(entry.path) if entry.is_symlink() else ""
+        if os.path.isdir(entry.path) if target else entry.is_dir(follow_symlinks=False):
             if name.startswith(".") or name in _STRAY:
-                skipped.append("/".join((*parts, name)))
-            elif os.path.islink(os.path.join(folder, name)):
-                skipped.append(f"{'/'.join((*parts, name))} (a link to a folder)")
+                skipped.append(place)
+            elif target and not outer:
+                skipped.append(f"{place} (a link to a folder)")
+            elif target and os.path.commonpath([real, target]) in (real, target):
+                skipped.append(f"{place} (a link to {target})")
             else:
                 folders.append(name)
-        visible = []
-        for name in sorted(files):
-            path = os.path.join(folder, name)
-            if name.startswith("."):
-                continue
-            target = os.path.realpath(path) if os.path.islink(path) else ""
-            if target.startswith(real + os.sep) and os.path.exists(path):
-                skipped.append(f"{'/'.join((*parts, name))} (a link to {target})")
+        elif not name.startswith("."):
+            inside = target.startswith(real + os.sep) and os.path.exists(entry.path)
+            if inside and not outer:
+                skipped.append(f"{place} (a link to {target})")
             else:
-                visible.append(name)
-        yield parts, visible
+                files.append(name)
+    return folders, files
 
 
-def _unreadable(error: OSError) -> OSError:
-    return OSError(
-        f"{error.filename} cannot be read: {error.strerror}. Make it readable, or move it away."
+def split_shard_path(path: str) -> tuple[str, str]:
+    """Split "shard.tar::member" into file and member; the member of a plain path is empty."""
+    head, mark, member = path.partition(f".tar{SEPARATOR}")
+    return (f"{head}.tar", member) if mark else (path, "")
+
+
+def shard_members(shard: str | os.PathLike[str]) -> Mapping[str, tuple[int, int]]:
+    """Return {member: (offset, size)} of the plain files in an uncompressed tar."""
+    return _members(os.fspath(shard), file_state(shard))
+
+
+def file_state(file: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Return what changes when a file does: a new size, time or place on the disk.
+
+    The time of the last change to a file cannot be set back as that of its contents can.
+    """
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+@lru_cache(maxsize=1024)
+def _members(shard: str, state: tuple[int, ...]) -> Mapping[str, tuple[int, int]]:
+    # The state is part of the key, so a shard that was replaced is read again.
+    with open_file(shard) as file:
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                found = {m.name: (m.offset_data, m.size) for m in tar if m.isreg()}
+        except tarfile.TarError as error:
+            raise ValueError(f"{shard} is not an uncompressed tar file: {error}") from error
+        file.seek(max(0, state[0] - 1024))
+        if file.read() != bytes(1024):  # the two empty blocks that every complete tar ends with
+            raise ValueError(
+                f"{shard} is truncated after {len(found)} members: its end mark is missing"
+            )
+    return found
+
+
+def open_file(name: str | os.PathLike[str]) -> io.BufferedReader:
+    """Open a regular file for reading; a pipe or a device might never end."""
+    kind = stat.S_IFMT(os.stat(name).st_mode)
+    if kind != stat.S_IFREG:
+        raise OSError(errno.EINVAL, f"{_KINDS.get(kind, 'a special file')}, not a file", name)
+    return open(name, "rb")
+
+
+def scan_shards(files: Sequence[Path]) -> tuple[Path, Scan]:
+    """Return the folder around the shards, and the images in them; see Catalog.from_shards."""
+    if not files:
+        raise ValueError("no shards given; expected tar files that hold <class>/<image>")
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file} is not a file; expected a tar that holds <class>/<image>")
+        if file.suffix != ".tar":
+            raise ValueError(f"{file} is not a .tar file; compressed ones must be unpacked first")
+    root = Path(os.path.commonpath([f.resolve().parent for f in files]))
+    rows: list[tuple[str, str, str]] = []
+    for file in files:
+        relative = file.resolve().relative_to(root).as_posix()
+        for member in shard_members(file):
+            place = PurePosixPath(member)
+            if is_image(place.name) and place.parent.name:
+                home = place.parent.parent.name
+                rows.append((f"{relative}{SEPARATOR}{member}", place.parent.name, home))
+    if not rows:
+        raise ValueError(f"{files[0]} holds no <class>/<image>, nor do the other shards")
+    named = {split_called(home) for _, _, home in rows}
+    divided = None not in named or len(named) > 2
+    stray = [path for path, _, home in rows if divided and not split_called(home)]
+    rows = [row for row in rows if not divided or split_called(row[2])]
+    return root, Scan(
+        tuple(path for path, _, _ in rows),
+        tuple(label for _, label, _ in rows),
+        tuple(split_called(home) or "" if divided else "all" for _, _, home in rows),
+        layout(((f"{home}/" if divided else "", label) for _, label, home in rows), stray),
+        (),
     )

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 
 from proximetry._util.errors import need
-from proximetry.data.shards import Stream, open_path
+from proximetry.data.folders import open_file, shard_members, split_shard_path
 
 try:
     from PIL import Image, ImageFile, UnidentifiedImageError
@@ -23,6 +23,7 @@ except ModuleNotFoundError:
     need("PIL", "images", "Reading images")
 
 Interpolation: TypeAlias = Literal["bilinear", "bicubic"]
+Stream: TypeAlias = io.BufferedReader | io.BytesIO
 Size: TypeAlias = int | tuple[int, int]
 """What images are scaled to: their short side, or height and width whatever their shape was."""
 Source: TypeAlias = "str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any]"
@@ -149,15 +150,24 @@ def image_size(file: str | os.PathLike[str]) -> tuple[int, int]:
 
 def check_header(file: str, size: Size) -> tuple[int, int]:
     """Return width and height after scaling, or raise an ImageError; reads the header only."""
-    width, height = image_size(file)
-    _check_size(width, height, file, MAX_PIXELS)
-    return _check_scaled(width, height, file, size)
+    with _opened(file) as image:
+        _check_size(*image.size, file, MAX_PIXELS)
+        return scaled_size(*image.size, size, file)
 
 
 def open_bytes(path: str) -> Stream:
     """Open an image file or a shard's member, or raise an ImageError that will pass."""
     try:
-        return open_path(path)
+        name, member = split_shard_path(path)
+        if not member:
+            return open_file(name)
+        members = shard_members(name)
+        if member not in members:
+            raise ValueError(f"{name} has no member {member!r}")
+        start, size = members[member]
+        with open_file(name) as file:
+            file.seek(start)
+            return io.BytesIO(file.read(size))
     except FileNotFoundError as error:
         raise ImageError(path, "no such file", passing=True) from error
     except (OSError, ValueError) as error:
@@ -202,13 +212,18 @@ def check_interpolation(name: str) -> None:
         raise ValueError(f"interpolation must be 'bilinear' or 'bicubic', got {name!r}")
 
 
-def scaled_size(width: int, height: int, size: Size) -> tuple[int, int]:
-    """Return width and height after scaling to a short side, or to (height, width)."""
+def scaled_size(width: int, height: int, size: Size, name: str = "image") -> tuple[int, int]:
+    """Return width and height after scaling to a short side, or to (height, width).
+
+    Raises:
+        ImageError: the image is so narrow that it would have more than MAX_PIXELS pixels.
+    """
     if not isinstance(size, int):
         return size[1], size[0]
-    if width <= height:
-        return size, max(size, int(size * height / width))
-    return max(size, int(size * width / height)), size
+    long = max(size, int(size * max(width, height) / min(width, height)))
+    if size * long > MAX_PIXELS:
+        raise ImageError(name, f"{width}×{height} pixels is too narrow to scale")
+    return (size, long) if width <= height else (long, size)
 
 
 def described_size(size: Size) -> str:
@@ -217,24 +232,12 @@ def described_size(size: Size) -> str:
 
 
 def resize_image(image: Image.Image, size: Size, interpolation: Interpolation) -> Image.Image:
-    """Scale an image with Pillow.
-
-    Raises:
-        ImageError: the image is so narrow that it would have more than MAX_PIXELS pixels.
-    """
-    check_interpolation(interpolation)
+    """Scale an image with Pillow, or raise an ImageError if it is too narrow."""
     whole = _whole(image)
-    scaled = _check_scaled(*whole.size, _name(image), size)
+    scaled = scaled_size(*whole.size, size, _name(image))
     if scaled == image.size:
         return image
     return image.resize(scaled, Image.Resampling[interpolation.upper()], box=whole.box)
-
-
-def _check_scaled(width: int, height: int, name: str, size: Size) -> tuple[int, int]:
-    scaled = scaled_size(width, height, size)
-    if scaled[0] * scaled[1] > MAX_PIXELS:
-        raise ImageError(name, f"{width}×{height} pixels is too narrow to scale")
-    return scaled
 
 
 def crop_size(crop: int | tuple[int, int]) -> tuple[int, int]:
@@ -249,8 +252,9 @@ def resize_and_center_crop(
     image: Image.Image, resize: Size, crop: int | tuple[int, int], interpolation: Interpolation
 ) -> Image.Image:
     """Scale an image to `resize`, then crop the center: a square or (height, width)."""
+    check_interpolation(interpolation)
     height, width = crop_size(crop)
-    scaled_width, scaled_height = scaled_size(*_whole(image).size, resize)
+    scaled_width, scaled_height = scaled_size(*_whole(image).size, resize, _name(image))
     if scaled_height < height or scaled_width < width:
         raise ImageError(
             _name(image),

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -196,29 +197,32 @@ def _map_in_threads(
         pool.shutdown(cancel_futures=True)
 
 
+@dataclass
 class _Tasks(Generic[Item, Result]):
     """Chunks of items: dataset and sampler of a `DataLoader`.
 
     Attributes:
+        function: called with each item.
+        items: what remains of them.
         pending: chunks that were sent to workers, without those whose results have arrived.
         error: of iterating the items. Raised within a `DataLoader` it would keep workers alive.
     """
 
-    def __init__(self, function: Callable[[Item], Result], items: Iterator[Item]) -> None:
-        self._function, self._items = function, items
-        self.pending: deque[list[Item]] = deque()
-        self.error: Exception | None = None
+    function: Callable[[Item], Result]
+    items: Iterator[Item]
+    pending: deque[list[Item]] = field(default_factory=deque)
+    error: Exception | None = None
 
     def __iter__(self) -> Iterator[list[Item]]:
         try:
-            while chunk := list(islice(self._items, _CHUNK)):
+            while chunk := list(islice(self.items, _CHUNK)):
                 self.pending.append(chunk)
                 yield chunk
         except Exception as error:
             self.error = error
 
     def __getitem__(self, chunk: list[Item]) -> list[Result]:
-        return [self._function(item) for item in chunk]
+        return [self.function(item) for item in chunk]
 
     def loader(self, workers: int, ahead: int) -> Iterator[list[Result]]:
         """Start workers that stop when the iterator is deleted."""
@@ -226,7 +230,7 @@ class _Tasks(Generic[Item, Result]):
             self,  # type: ignore[arg-type]
             sampler=self,
             batch_size=None,
-            collate_fn=_identity,
+            collate_fn=list,  # arrays stay arrays
             generator=torch.Generator(),  # the default one would change the run
             num_workers=workers,
             prefetch_factor=max(2, -(-ahead // (_CHUNK * workers))),
@@ -250,10 +254,6 @@ class _Tasks(Generic[Item, Result]):
         thread.start()
         thread.join()
         return started.result()
-
-
-def _identity(results: Any) -> Any:
-    return results
 
 
 def _start_worker(parent: int, number: int) -> None:

@@ -1,6 +1,6 @@
 """Which images make up which batch: a function of the seed, the epoch and the batch's number.
 
-Samplers are stateless, so any batch can be had at any time: processes take their
+Samplers are stateless, so any batch can be computed at any time: processes take their
 slices of the same global batch, and a run continues where it stopped.
 """
 
@@ -78,10 +78,8 @@ class Shuffled(_BatchSampler):
 class Streamed(Shuffled):
     """Every image once per epoch, neighbors in their files at about the same time.
 
-    Runs of consecutive images come in an order drawn from (seed, epoch); what they give one after
-    the other is shuffled within a buffer of that many images, then within the next. So at any time
-    images of a few runs alone are read, which a disk reads ahead and the memory of the system
-    holds, and no batch takes more than the memory of a buffer to be found.
+    Runs of consecutive images come in an order drawn from (seed, epoch); their images are shuffled
+    within one buffer after the other. So only a few runs are read at a time, as disks prefer.
 
     Args:
         n: number of images, in the order in which they lie.
@@ -153,9 +151,6 @@ class ClassBalanced(_BatchSampler):
     decks run on through the epochs, so over a run every image gets its turn. A batch holds an
     image twice only if its class has fewer than `images_per_class` images.
 
-    Iterating gives whole batches, so torch's DataLoader takes it as ``batch_sampler=``; as
-    ``sampler=`` it would make batches of batches.
-
     Args:
         codes: the class of every image; any whole numbers.
         classes_per_batch: different classes in a batch, of all processes together.
@@ -204,7 +199,7 @@ class ClassBalanced(_BatchSampler):
         return np.concatenate([self._deck(code).turn(n) for code, n in pairs])
 
     def _deck(self, code: int) -> "_Deck":
-        """The images of a class; a deck that was put away is dealt again just as it was."""
+        """Return the deck of a class; one that was dropped is dealt again just as it was."""
         if code not in self._decks:
             if len(self._decks) >= _MOST_DECKS:
                 self._decks.clear()

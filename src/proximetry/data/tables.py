@@ -11,12 +11,14 @@ import io
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, islice
 from operator import eq
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +28,8 @@ import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
 from proximetry._util.errors import UsageError, closest, shown, some
 from proximetry._util.files import atomic_path
-from proximetry.data.registry import FIELDS
-from proximetry.data.shards import open_file
+from proximetry.data import FIELDS
+from proximetry.data.folders import open_file
 
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
 # How Python writes a missing value: as a label it would join unrelated images in a class.
@@ -44,11 +46,12 @@ Columns: TypeAlias = Mapping[str, Sequence[Any]]
 Rows: TypeAlias = npt.NDArray[np.int64]
 
 TEXT = pa.large_binary()
-_ARROW = {bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
+_ARROW = {str: TEXT, bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 _BLOCK = 1 << 16  # rows that are read at a time
 _CONVERTED = 1 << 14  # values that are converted at a time
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Column(Sequence[Any]):
     """Immutable, integer-indexed column of text, numbers or flags; a value may be None.
 
@@ -56,28 +59,7 @@ class Column(Sequence[Any]):
         array: the values; text as bytes, `surrogateescape` decodes it.
     """
 
-    def __init__(self, array: pa.Array) -> None:
-        self.array = array
-
-    @classmethod
-    def of(cls, values: Iterable[str | None]) -> Column:
-        """Return a column of text; raises UnicodeEncodeError for text that no file name can be."""
-        rest, blocks = iter(values), []
-        while block := list(islice(rest, _CONVERTED)):
-            blocks.append(pa.array([None if v is None else encode(v) for v in block], TEXT))
-        return cls(pa.chunked_array(blocks, TEXT).combine_chunks())
-
-    @classmethod
-    def coded(cls, distinct: Sequence[str], codes: npt.NDArray[Any]) -> Column:
-        """Return a column of recurring text, given distinct values and the index of each row's."""
-        keys: Sequence[Any] = distinct
-        if all(map(_WHOLE_NAME.fullmatch, distinct)):
-            keys = [*map(int, distinct)]
-        order = sorted(range(len(distinct)), key=keys.__getitem__)
-        ranks = np.empty(len(order), np.int32)
-        ranks[order] = np.arange(len(order), dtype=np.int32)
-        names = pa.array([encode(distinct[i]) for i in order], TEXT)
-        return cls(_used(names, ranks[codes]))
+    array: pa.Array
 
     @cached_property
     def distinct(self) -> tuple[str, ...]:
@@ -85,24 +67,20 @@ class Column(Sequence[Any]):
         return tuple(map(decode, self.array.dictionary.to_pylist()))
 
     @property
-    def codes(self) -> npt.NDArray[Any]:
+    def codes(self) -> npt.NDArray[np.int32]:
         """Index in `distinct` of each row's value."""
-        codes: npt.NDArray[Any] = self.array.indices.to_numpy()
+        codes: npt.NDArray[np.int32] = self.array.indices.to_numpy()
         return codes
 
-    def where(self, holds: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
-        """Return the rows of recurring text whose value meets a condition."""
-        mask: npt.NDArray[np.bool_] = np.fromiter(
-            map(holds, self.distinct), bool, len(self.distinct)
-        )
-        return mask[self.codes] if mask.any() else np.zeros(len(self), bool)
+    def isin(self, values: Collection[str]) -> npt.NDArray[np.bool_]:
+        """Return which rows of recurring text have one of some values."""
+        return np.array([name in values for name in self.distinct], bool)[self.codes]
 
     def take(self, rows: Rows) -> Column:
         """Return the values of rows, in this order."""
-        taken = self.array.take(pa.array(rows))
-        if pa.types.is_dictionary(taken.type):
-            return Column(_used(taken.dictionary, taken.indices.to_numpy()))
-        return Column(taken)
+        if pa.types.is_dictionary(self.array.type):
+            return coded(self.distinct, self.codes[rows])
+        return Column(self.array.take(pa.array(rows)))
 
     def __len__(self) -> int:
         return len(self.array)
@@ -117,10 +95,6 @@ class Column(Sequence[Any]):
         for start in range(0, len(self), _CONVERTED):
             for value in self.array[start : start + _CONVERTED].to_pylist():
                 yield decode(value) if isinstance(value, bytes) else value
-
-    def __contains__(self, value: object) -> bool:
-        known = self.distinct if pa.types.is_dictionary(self.array.type) else iter(self)
-        return value in known
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Column | tuple):
@@ -139,19 +113,22 @@ class Column(Sequence[Any]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         if pa.types.is_dictionary(self.array.type):
             names = np.array(self.distinct, dtype or (None if self.distinct else "U1"))
-            return cast(npt.NDArray[Any], names[self.codes])
+            return names[self.codes]
         if self.array.type == TEXT or self.array.null_count:
             return np.array(list(self), dtype)
         values: npt.NDArray[Any] = self.array.to_numpy(zero_copy_only=False)
         return np.asarray(values, dtype)
 
-    def __reduce__(self) -> Any:
-        return Column, (self.array,)
 
-
-def encode(text: str) -> bytes:
-    """Return the bytes of a text that may be a file name."""
-    return text.encode("utf-8", "surrogateescape")
+def encode(texts: Sequence[str | None]) -> pa.Array:
+    """Return texts as bytes; raise a UnicodeEncodeError for text that no file name can be."""
+    try:
+        return pa.array(texts, TEXT)
+    except UnicodeEncodeError:  # not UTF-8
+        escaped = [
+            text if text is None else text.encode("utf-8", "surrogateescape") for text in texts
+        ]
+        return pa.array(escaped, TEXT)
 
 
 def decode(data: bytes) -> str:
@@ -159,44 +136,38 @@ def decode(data: bytes) -> str:
     return data.decode("utf-8", "surrogateescape")
 
 
-def _used(names: pa.Array, codes: npt.NDArray[Any]) -> pa.DictionaryArray:
-    """Return a dictionary array without unused values, and with the smallest codes."""
-    used = np.zeros(len(names), bool)
-    used[codes] = True
-    if not used.all():
-        names = names.filter(pa.array(used))
-        codes = (np.cumsum(used, dtype=np.int32) - 1)[codes]
-    kind = next(kind for kind in (np.int8, np.int16, np.int32) if len(names) <= np.iinfo(kind).max)
-    return pa.DictionaryArray.from_arrays(pa.array(codes.astype(kind, copy=False)), names)
+def coded(texts: Sequence[str], codes: npt.NDArray[Any] | None = None) -> Column:
+    """Return a column of recurring text: `texts` themselves, or those that `codes` are indices of.
+
+    Its distinct values are sorted, whole numbers by value.
+    """
+    if codes is None:
+        used = dict.fromkeys(texts)
+    else:
+        used = dict.fromkeys(texts[i] for i in np.flatnonzero(np.bincount(codes)).tolist())
+    names = sorted(used, key=int if all(map(_WHOLE_NAME.fullmatch, used)) else None)
+    places = {name: i for i, name in enumerate(names)}
+    indices = np.fromiter((places.get(text, -1) for text in texts), np.int32, len(texts))
+    indices = indices if codes is None else indices[codes]
+    return Column(pa.DictionaryArray.from_arrays(pa.array(indices), encode(names)))
 
 
 def pack(values: Iterable[Any], *, recurring: bool = False) -> Sequence[Any]:
     """Return a column of plain values; a tuple if they are of different kinds."""
-    if isinstance(values, Column):
-        if recurring and values.array.type == TEXT and not values.array.null_count:
-            codes = values.array.dictionary_encode()
-            names = list(map(decode, codes.dictionary.to_pylist()))
-            return Column.coded(names, codes.indices.to_numpy())
+    if isinstance(values, Column) and not (recurring and values.array.type == TEXT):
         return values
     plain = tuple(values)
-    kinds = {type(value) for value in plain}
-    kind: Any = next(iter(kinds - {type(None)}), str if recurring else None)
-    if not kinds <= {kind, type(None)}:
+    kinds = {type(value) for value in plain} - {type(None)}
+    kind = next(iter(kinds), str if recurring else None)
+    finite = kind is not float or all(value is None or math.isfinite(value) for value in plain)
+    if len(kinds) > 1 or kind not in _ARROW or not finite:
         return plain
     try:
-        if kind is str:
-            if recurring and None not in plain:
-                places = {text: i for i, text in enumerate(dict.fromkeys(plain))}
-                codes = np.fromiter(map(places.__getitem__, plain), np.int64, len(plain))
-                return Column.coded(tuple(places), codes)
-            return Column.of(plain)
-        if kind is float and not all(value is None or math.isfinite(value) for value in plain):
-            return plain
-        if kind in _ARROW:
+        if kind is not str:
             return Column(pa.array(plain, _ARROW[kind]))
+        return coded(plain) if recurring and None not in plain else Column(encode(plain))
     except (UnicodeEncodeError, OverflowError):
-        pass
-    return plain
+        return plain
 
 
 def repeated_rows(keys: npt.NDArray[np.int64]) -> Rows:
@@ -207,60 +178,66 @@ def repeated_rows(keys: npt.NDArray[np.int64]) -> Rows:
 
 
 def read_csv(file: Path, columns: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Read a CSV file into the fields of Catalog; see `Header` for the columns."""
+    """Read a CSV file into the fields of Catalog; see `_match_columns`."""
     # utf-8-sig drops the BOM of spreadsheets; surrogateescape keeps file names that are not UTF-8.
     with _open(file) as stream:
         text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
         try:
             lines = (line for line in csv.reader(text, strict=True) if line)
-            first = next(lines, None)
-            if first is None:
+            names = next(lines, None)
+            if names is None:
                 raise ValueError(f"{file}: empty, expected a header line such as path,label,split")
-            if first[0].startswith(_UTF16_MARKS):
+            if names[0].startswith(_UTF16_MARKS):
                 raise ValueError(f"{file}: encoded as UTF-16. Save it as CSV in UTF-8.")
-            header = Header(file, first, columns)
-            blocks: list[list[pa.Array]] = [[] for _ in first]
+            ours, others = _match_columns(file, names, columns)
+            blocks: list[list[pa.Array]] = [[] for _ in names]
             numbers = count(1)
             while block := list(islice(lines, _BLOCK)):
                 for line, row in zip(block, numbers, strict=False):
-                    if len(line) != len(first):
+                    if len(line) != len(names):
                         raise ValueError(
                             f"{file}: row {row} has {len(line)} fields, the header has "
-                            f"{len(first)}: {line!r}"
+                            f"{len(names)}: {line!r}"
                         )
                 for arrays, cells in zip(blocks, zip(*block, strict=True), strict=True):
-                    arrays.append(pa.array([*map(encode, cells)], TEXT))
+                    arrays.append(encode(cells))
         except csv.Error as error:
             raise ValueError(f"{file}: not a CSV file: {error}") from error
     texts = {
-        name: pa.chunked_array(arrays, TEXT) for name, arrays in zip(first, blocks, strict=True)
+        name: pa.chunked_array(arrays, TEXT) for name, arrays in zip(names, blocks, strict=True)
     }
-    ours = {name: _text_column(texts[name], header.ours[name]) for name in header.ours}
-    return header.to_fields(ours, {name: _parse_numbers(texts[name]) for name in header.others})
+    values = {name: _text_column(texts[name], field) for name, field in ours.items()}
+    values |= {name: _parse_numbers(texts[name]) for name in others}
+    return _to_fields(file, names, ours, values)
 
 
 def read_parquet(file: Path, columns: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Read a Parquet file into the fields of Catalog; see `Header` for the columns."""
+    """Read a Parquet file into the fields of Catalog; see `_match_columns`."""
     with _open(file) as stream:
-        try:
+        with _parquet_errors(file):
             schema = parquet.read_schema(stream)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise ValueError(f"{file}: not a readable Parquet file: {error}") from error
-        header = Header(file, schema.names, columns)
-        others = [name for name in header.others if _is_plain(schema.field(name).type)]
+        ours, others = _match_columns(file, schema.names, columns)
+        plain = [name for name in schema.names if _is_plain(schema.field(name).type)]
         # Columns whose values recur are read as dictionaries.
-        recurring = [name for name, field in header.ours.items() if field != "path"]
-        recurring = [name for name in recurring if _is_plain(schema.field(name).type)]
-        try:
+        recurring = [name for name, field in ours.items() if field != "path" and name in plain]
+        with _parquet_errors(file):
             table = parquet.ParquetFile(stream, read_dictionary=recurring)
-            ours = {
+            values = {
                 name: _text_column(table.read(columns=[name]).column(name), field)
-                for name, field in header.ours.items()
+                for name, field in ours.items()
             }
-            further = {name: _values(table.read(columns=[name]).column(name)) for name in others}
-        except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-            raise ValueError(f"{file}: not a readable Parquet file: {error}") from error
-    return header.to_fields(ours, further)
+            for name in others:
+                if name in plain:
+                    values[name] = _values(table.read(columns=[name]).column(name))
+    return _to_fields(file, schema.names, ours, values)
+
+
+@contextmanager
+def _parquet_errors(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise ValueError(f"{file}: not a readable Parquet file: {error}") from error
 
 
 def _is_plain(kind: pa.DataType) -> bool:
@@ -277,16 +254,12 @@ def _text_column(column: pa.ChunkedArray, field: str) -> Sequence[Any]:
     if field == "path":
         if column.type in (pa.string(), pa.large_string(), pa.binary(), TEXT):
             return Column(column.cast(TEXT).combine_chunks().fill_null(b""))
-        return Column.of(_text(value) for value in _to_list(column))
-    if not pa.types.is_dictionary(column.type):
-        column = column.dictionary_encode()
-    parts = column.unify_dictionaries().chunks
-    # A missing value is an empty text.
-    names = [*map(_text, _to_list(parts[0].dictionary)), ""] if parts else [""]
-    codes = [part.indices.fill_null(len(names) - 1).to_numpy() for part in parts]
-    places = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    same = np.array([places[name] for name in names])
-    return Column.coded(tuple(places), same[np.concatenate([np.zeros(0, np.int64), *codes])])
+        return Column(encode([_text(value) for value in _to_list(column)]))
+    array = column.combine_chunks()
+    if not pa.types.is_dictionary(array.type):
+        array = array.dictionary_encode()
+    names = [*map(_text, _to_list(array.dictionary)), ""]  # a missing value is an empty text
+    return coded(names, array.indices.fill_null(len(names) - 1).to_numpy())
 
 
 def _values(column: pa.ChunkedArray) -> Sequence[Any]:
@@ -299,8 +272,7 @@ def _values(column: pa.ChunkedArray) -> Sequence[Any]:
     if types.is_signed_integer(kind):
         return Column(column.cast(pa.int64()).combine_chunks())
     if types.is_float32(kind) or types.is_float64(kind):
-        array = column.cast(pa.float64()).combine_chunks()
-        values = array.to_numpy(zero_copy_only=False)
+        values = column.cast(pa.float64()).to_numpy()
         return Column(pa.array(values, mask=~np.isfinite(values)))
     return pack(_plain_value(value) for value in _to_list(column))
 
@@ -315,15 +287,14 @@ def _plain_value(value: Any) -> Any:
 
 def _parse_numbers(cells: pa.ChunkedArray) -> Sequence[Any]:
     """Return cells of CSV as numbers if all that are not empty are; None for empty ones."""
-    array = cells.combine_chunks()
-    texts = [decode(cell) for cell in array.to_pylist()]
-    empty = np.fromiter((not text for text in texts), bool, len(texts))
+    texts = [decode(cell) for cell in cells.to_pylist()]
+    empty = np.array([not text for text in texts], bool)
     for kind, pattern in ((int, _WHOLE), (float, _DECIMAL)):
         if not empty.all() and all(not text or pattern.fullmatch(text) for text in texts):
             values = np.array([kind(text or 0) for text in texts])
             if np.isfinite(values).all():
                 return Column(pa.array(values, mask=empty))
-    return Column(pa.compute.if_else(pa.array(empty), pa.scalar(None, TEXT), array))
+    return Column(encode([text or None for text in texts]))
 
 
 def _open(file: Path) -> io.BufferedReader:
@@ -342,83 +313,72 @@ def _to_list(column: Any) -> list[Any]:
         return list(column.cast("binary").to_pylist())
 
 
-class Header:
-    """The meaning of the columns of a table.
+def _match_columns(
+    file: Path, names: list[str], columns: Mapping[str, str] | None
+) -> tuple[dict[str, str], list[str]]:
+    """Return which of `FIELDS` a column of a table is, and the names of the further columns.
 
-    Args:
-        file: the table, for errors.
-        names: its columns.
-        columns: the column of the table for each of `FIELDS`, where its name differs.
-
-    Attributes:
-        ours: which of `FIELDS` a column is.
-        others: further columns.
+    `columns` are the names of `FIELDS` in the table, where they differ.
     """
-
-    def __init__(self, file: Path, names: list[str], columns: Mapping[str, str] | None) -> None:
-        self._file, self._names, mapping = file, names, dict(columns or {})
-        for field, name in mapping.items():
-            if field not in FIELDS:
-                raise UsageError(
-                    f"data.columns: there is no {shown(field)}{closest(field, FIELDS)}"
-                )
-            if name not in names:
-                raise ValueError(
-                    f"{file}: there is no column {shown(name)} to be the {field}; it has "
-                    f"{', '.join(names)}. Set --data.columns {field}=COLUMN."
-                )
-            if list(mapping.values()).count(name) > 1:
-                raise UsageError(f"data.columns: the column {shown(name)} can be one thing only")
+    mapping = dict(columns or {})
+    for field, name in mapping.items():
+        if field not in FIELDS:
+            raise UsageError(f"data.columns: there is no {shown(field)}{closest(field, FIELDS)}")
+        if name not in names:
+            raise ValueError(
+                f"{file}: there is no column {shown(name)} to be the {field}; it has "
+                f"{', '.join(names)}. Set --data.columns {field}=COLUMN."
+            )
+        if list(mapping.values()).count(name) > 1:
+            raise UsageError(f"data.columns: the column {shown(name)} can be one thing only")
+    for name in names:
+        if names.count(name) > 1 and name:
+            raise ValueError(f"{file}: column {name!r} appears twice")
+    fields = {mapping.get(field, field): field for field in FIELDS}
+    ours = {name: fields[name] for name in names if name in fields}
+    needed = [field for field in ("path", "label") if field not in ours.values()]
+    if needed:
         for name in names:
-            if names.count(name) > 1 and name:
-                raise ValueError(f"{file}: column {name!r} appears twice")
-        fields = {mapping.get(field, field): field for field in FIELDS}
-        self.ours = {name: fields[name] for name in names if name in fields}
-        # A column with a reserved name that another column replaces is not used. A column without a
-        # name holds row numbers.
-        self.others = [name for name in names if name and name not in {*self.ours, *FIELDS}]
-        needed = [name for name in ("path", "label") if name not in self.ours.values()]
-        for name in names if needed else ():
             if any(mark in name for mark in ";\t|"):
                 raise ValueError(
                     f"{file}: column {name!r}: the columns must be separated by commas"
                 )
-        if needed:
-            raise ValueError(
-                f"{file}: missing columns: {', '.join(map(repr, needed))}; it has "
-                f"{', '.join(names)}. Set --data.columns "
-                f"{','.join(f'{name}=COLUMN' for name in needed)}."
-            )
-
-    def to_fields(self, ours: Columns, others: Columns) -> dict[str, Any]:
-        """Return the fields of Catalog, given columns by their names in the table."""
-        columns = {self.ours[name]: values for name, values in ours.items()}
-        fields: dict[str, Any] = {"columns": others}
-        fields["splits"] = Column.coded(("all",), np.zeros(len(columns["path"]), np.int8))
-        unused = [name for name in self._names if name and name not in {*ours, *others}]
-        if unused:
-            fields["notes"] = (f"columns that are not used: {some(unused)}",)
-        for name, values in columns.items():
-            if name == "label" and isinstance(values, Column):
-                gaps = values.where(MISSING.__contains__).nonzero()[0].tolist()
-                if gaps:
-                    rows = some([f"row {row + 1} ({values[row]!r})" for row in gaps])
-                    raise ValueError(
-                        f"{self._file}: column label has no value in {rows}. Fill it in, or rename "
-                        "a class of this name."
-                    )
-            fields[FIELDS[name]] = _flags(values) if name in ("query", "gallery") else values
-        return fields
+        raise ValueError(
+            f"{file}: missing columns: {', '.join(map(repr, needed))}; it has "
+            f"{', '.join(names)}. Set --data.columns "
+            f"{','.join(f'{name}=COLUMN' for name in needed)}."
+        )
+    # A column with a reserved name that another column replaces is not used. A column without a
+    # name holds row numbers.
+    return ours, [name for name in names if name and name not in {*ours, *FIELDS}]
 
 
-def _flags(values: Sequence[Any]) -> Sequence[Any]:
-    """Return words as True and False; other words stay, and Catalog reports them."""
-    if not isinstance(values, Column):
-        return values
-    flags = [_FLAGS.get(text.strip().lower(), text) for text in values.distinct]
-    if all(isinstance(flag, bool) for flag in flags):
-        return Column(pa.array(np.array(flags, bool)[values.codes]))
-    return tuple(flags[code] for code in values.codes.tolist())
+def _to_fields(
+    file: Path, names: list[str], ours: Mapping[str, str], columns: Columns
+) -> dict[str, Any]:
+    """Return the fields of Catalog, given columns of a table and which of `FIELDS` they are."""
+    values = {field: columns[name] for name, field in ours.items()}
+    labels = values["label"]
+    gaps = np.flatnonzero(labels.isin(MISSING)).tolist() if isinstance(labels, Column) else []
+    if gaps:
+        rows = some([f"row {row + 1} ({labels[row]!r})" for row in gaps])
+        raise ValueError(
+            f"{file}: column label has no value in {rows}. Fill it in, or rename a class of this "
+            "name."
+        )
+    for name in ("query", "gallery"):
+        words = values.get(name)
+        if isinstance(words, Column):
+            # Other words stay, and Catalog reports them.
+            flags = [_FLAGS.get(word.strip().lower(), word) for word in words.distinct]
+            values[name] = pack(flags[code] for code in words.codes.tolist())
+    values.setdefault("split", coded(("all",), np.zeros(len(labels), np.int64)))
+    unused = [name for name in names if name and name not in columns]
+    return {
+        **{FIELDS[name]: column for name, column in values.items()},
+        "columns": {name: column for name, column in columns.items() if name not in ours},
+        "notes": (f"columns that are not used: {some(unused)}",) if unused else (),
+    }
 
 
 def _text(value: Any) -> Any:
@@ -426,8 +386,6 @@ def _text(value: Any) -> Any:
 
     Whole numbers are written so, also if stored as 7.0 because other values are missing.
     """
-    if type(value) is str:
-        return value
     if value is None:
         return ""
     if isinstance(value, bytes):  # text that is not UTF-8
@@ -450,24 +408,24 @@ def write_csv(file: Path, columns: Columns) -> None:
 
 def write_parquet(file: Path, columns: Columns) -> None:
     """Write columns as Parquet, whole or not at all; numbers among text become text."""
-    arrays = []
-    for values in columns.values():
-        plain = values.array if isinstance(values, Column) else None
-        if plain is None and not any(isinstance(value, str) for value in values):
-            plain = pa.array(values)
-        text = plain is None or plain.type == TEXT or pa.types.is_dictionary(plain.type)
-        arrays.append(text_array(values) if text else plain)
+    arrays = {}
+    for name, values in columns.items():
+        array = values.array if isinstance(values, Column) else None
+        if array is None and not any(isinstance(value, str) for value in values):
+            array = pa.array(values)
+        is_text = array is None or array.type == TEXT or pa.types.is_dictionary(array.type)
+        arrays[name] = text_array(values) if is_text else array
     with atomic_path(file) as part:
-        parquet.write_table(pa.table(arrays, names=list(columns)), os.fspath(part))
+        parquet.write_table(pa.table(arrays), os.fspath(part))
 
 
 def text_array(values: Iterable[Any]) -> pa.Array:
     """Return text for Parquet: as strings or, if any is not UTF-8, as bytes."""
-    if not isinstance(values, Column):
-        values = Column.of(None if value is None else str(value) for value in values)
-    array = values.array
-    raw = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+    if isinstance(values, Column):
+        array = values.array.cast(TEXT)
+    else:
+        array = encode([None if value is None else str(value) for value in values])
     try:
-        return raw.cast(pa.large_string())
+        return array.cast(pa.large_string())
     except pa.ArrowInvalid:
-        return raw
+        return array

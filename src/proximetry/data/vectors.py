@@ -16,8 +16,8 @@ import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
 from proximetry._util.errors import UsageError, shorten, some
 from proximetry._util.files import read_json
+from proximetry.data import FIELDS
 from proximetry.data.catalog import Catalog
-from proximetry.data.registry import FIELDS
 from proximetry.data.tables import MISSING, decode
 
 SUFFIXES = (".npz", ".npy", ".parquet")
@@ -54,7 +54,7 @@ class VectorCatalog(Catalog):
     def from_arrays(
         cls,
         vectors: Any,
-        labels: Iterable[Any],
+        labels: Iterable[Any] | None,
         *,
         source: str = "vectors",
         **others: Iterable[Any] | None,
@@ -67,7 +67,46 @@ class VectorCatalog(Catalog):
             source: what to call them in errors.
             others: optional, N ``splits``, ``queries`` and ``galleries``, ``paths``, ``groups``.
         """
-        return _make(cls, source, Path(source), vectors, {"labels": labels, **others})
+        root = Path(source)
+        array = np.asarray(vectors)
+        if array.ndim != 2 or array.dtype.kind not in "fiu" or 0 in array.shape:
+            raise UsageError(
+                f"{source}: vectors must be numbers [rows, dim], got {array.dtype} "
+                f"{list(array.shape)}"
+            )
+        array = np.require(array, np.float32, ["C", "W"])  # torch wants memory it could write to
+        bad = np.flatnonzero(~np.isfinite(array).all(1))
+        if len(bad):
+            raise UsageError(
+                f"{source}: {len(bad)} vectors have NaN or infinity, row {bad[0] + 1} first"
+            )
+        if labels is None:
+            raise UsageError(f"{source} has no labels. Add the class of each vector.")
+        fields = {"labels": labels, **others}
+        columns = {name: list(values) for name, values in fields.items() if values is not None}
+        for name, values in columns.items():
+            if len(values) != len(array):
+                raise UsageError(f"{source}: {len(values)} {name} for {len(array)} vectors")
+        names = label_names(columns["labels"])
+        missing = [str(row + 1) for row, label in enumerate(names) if label in MISSING]
+        if missing:
+            raise UsageError(f"{source}: no label in row {some(missing)}. Fill it in.")
+        paths = [str(path) for path in columns.get("paths", ())]
+        # The same image may have been embedded twice, or rows may have no name.
+        if not paths or max(Counter(paths).values()) > 1:
+            paths = [f"row {row + 1}" for row in range(len(array))]
+        else:
+            root = root.parent
+        roles: dict[str, Any] = {
+            name: tuple(map(read, columns[name]))
+            for name, read in (("queries", _flag), ("galleries", _flag), ("groups", str))
+            if name in columns
+        }
+        splits = tuple(str(split) for split in columns.get("splits", ["all"] * len(array)))
+        try:
+            return cls(tuple(paths), names, splits, root, vectors=array, **roles)
+        except ValueError as error:
+            raise UsageError(f"{source}: {error}") from None
 
     @classmethod
     def read(cls, file: str | os.PathLike[str]) -> VectorCatalog:
@@ -87,7 +126,8 @@ class VectorCatalog(Catalog):
             raise UsageError(f"{place} must end in {', '.join(SUFFIXES)}") from None
         except FileNotFoundError:
             raise UsageError(f"there is no file {place}") from None
-        return _make(cls, str(place), place, vectors, fields)
+        labels = fields.pop("labels", None)
+        return cls.from_arrays(vectors, labels, source=str(place), **fields)
 
 
 def rows_file(file: Path) -> Path:
@@ -118,53 +158,8 @@ def parquet_columns(file: Path) -> dict[str, bool]:
 
 def _names_of(present: Collection[str]) -> dict[str, str]:
     """Return the name of each field that a file has."""
-    names = (
-        (field, next((n for n in known if n in present), "")) for field, known in _NAMES.items()
-    )
-    return {field: name for field, name in names if name}
-
-
-def _make(
-    kind: type[VectorCatalog], source: str, root: Path, vectors: Any, fields: dict[str, Any]
-) -> VectorCatalog:
-    array = np.asarray(vectors)
-    if array.ndim != 2 or array.dtype.kind not in "fiu" or 0 in array.shape:
-        raise UsageError(
-            f"{source}: vectors must be numbers [rows, dim], got {array.dtype} {list(array.shape)}"
-        )
-    array = np.require(array, np.float32, ["C", "W"])  # torch wants memory it could write to
-    bad = np.flatnonzero(~np.isfinite(array).all(1))
-    if len(bad):
-        raise UsageError(
-            f"{source}: {len(bad)} vectors have NaN or infinity, row {bad[0] + 1} first"
-        )
-    given = {name: list(values) for name, values in fields.items() if values is not None}
-    for name, values in given.items():
-        if len(values) != len(array):
-            raise UsageError(f"{source}: {len(values)} {name} for {len(array)} vectors")
-    if "labels" not in given:
-        name = "a column label" if root.suffix == ".parquet" else "labels"
-        raise UsageError(f"{source} has no labels; give them as {name}")
-    labels = label_names(given["labels"])
-    missing = [str(row + 1) for row, label in enumerate(labels) if label in MISSING]
-    if missing:
-        raise UsageError(f"{source}: no label in row {some(missing)}; fill it in, or leave it out")
-    paths = [str(path) for path in given.get("paths", ())]
-    # The same image may have been embedded twice, or rows may have no name.
-    if not paths or max(Counter(paths).values()) > 1:
-        paths = [f"row {row + 1}" for row in range(len(array))]
-    else:
-        root = root.parent
-    others: dict[str, Any] = {
-        name: tuple(map(read, given[name]))
-        for name, read in (("queries", _flag), ("galleries", _flag), ("groups", str))
-        if name in given
-    }
-    splits = tuple(str(split) for split in given.get("splits", ["all"] * len(array)))
-    try:
-        return kind(tuple(paths), labels, splits, root, vectors=array, **others)
-    except ValueError as error:
-        raise UsageError(f"{source}: {error}") from None
+    names = {field: [n for n in known if n in present] for field, known in _NAMES.items()}
+    return {field: found[0] for field, found in names.items() if found}
 
 
 def label_names(labels: Iterable[Any]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from proximetry._util.errors import UsageError, some
 from proximetry._util.files import read_text
-from proximetry.data.datasets.faces import people_folder
+from proximetry.data.datasets.readers import people_folder
 from proximetry.data.folders import EXTENSIONS, images_below, is_image
 from proximetry.faces import BadImages
 from proximetry.metrics import read_pairs

@@ -27,8 +27,8 @@ from pydantic.fields import FieldInfo
 
 from proximetry._util.errors import closest, shorten, shown, some
 from proximetry._util.files import atomic_write
+from proximetry.data import FIELDS
 from proximetry.data.datasets import list_datasets
-from proximetry.data.registry import FIELDS
 from proximetry.metrics.scores import COUNTS, Metrics
 from proximetry.models.names import (
     LARGEST_BATCH,

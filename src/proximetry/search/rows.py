@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from proximetry._util.errors import UsageError, closest, need, shown, some
-from proximetry.data import Catalog
-from proximetry.data.registry import FIELDS
-from proximetry.data.shards import SEPARATOR, split_shard_path
+from proximetry.data import FIELDS, Catalog
+from proximetry.data.folders import SEPARATOR, split_shard_path
 from proximetry.search.manifest import DamagedGalleryError
 
 STAMP = ("_size", "_modified")

@@ -17,8 +17,8 @@ import numpy as np
 from fastapi import HTTPException
 
 from proximetry._util.errors import UsageError
+from proximetry.data.folders import file_state, split_shard_path
 from proximetry.data.images import thumbnail
-from proximetry.data.shards import file_state, split_shard_path
 from proximetry.search import Gallery
 from proximetry.search.manifest import EMBEDDER, MANIFEST, read_manifest
 

@@ -6,32 +6,21 @@ Importing this imports neither torch, NumPy, pyarrow nor Pillow, so datasets are
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from proximetry import data
 from proximetry._util.errors import UsageError, closest, shown, spaced
 from proximetry._util.types import Progress
-from proximetry.data.datasets import birds_cars_flowers, faces, products  # noqa: F401
 from proximetry.data.folders import class_folders
-from proximetry.data.registry import DATASETS, DatasetInfo, Size, dataset
 
 if TYPE_CHECKING:
     from proximetry.data.catalog import Catalog
-
-__all__ = [
-    "DatasetInfo",
-    "Size",
-    "datasets_table",
-    "list_datasets",
-    "not_found",
-    "open_dataset",
-    "resolve_source",
-]
 
 _SUFFIXES = {
     ".csv": "csv",
@@ -42,58 +31,73 @@ _SUFFIXES = {
 }
 TABLES = ("csv", "parquet")  # whose columns may have other names
 
-
-@dataset(
-    "glyphs",
-    title="a thousand characters, built in",
-    layout="nothing: needs no download",
-    built_in=True,
-)
-def _glyphs(root: Path | None) -> Catalog:
-    from proximetry.data.datasets.glyphs import glyphs  # draws with Pillow
-
-    return glyphs(cache=root)
+_PARTS = ("train", "test", "query", "gallery")
 
 
-@dataset(
-    "folder",
-    title="your own images",
-    layout="<class>/<image>.jpg, below train/ and test/ or not",
-)
-def _folder(root: Path) -> Catalog:
-    return data.Catalog.from_folder(root)
+class Size(NamedTuple):
+    """Published numbers of images and classes of a part of a dataset."""
+
+    images: int
+    classes: int
 
 
-@dataset(
-    "csv",
-    title="your own table",
-    layout="a file with columns path, label; optional split, query, gallery",
-)
-def _csv(file: Path, **options: Any) -> Catalog:
-    return data.Catalog.from_csv(file, **options)
+@dataclass(frozen=True)
+class DatasetInfo:
+    """Metadata of a dataset, as `datasets.toml` lists them.
+
+    Attributes:
+        name: for `open_dataset`.
+        reader: module and function that returns the catalog of a folder.
+        title: its full name.
+        layout: what its folder holds.
+        about: what it shows.
+        files: lists of files, each of which identifies its folder.
+        folders: names of its folder inside another one.
+        built_in: whether it needs no folder.
+        train: published size of that part, where there is any.
+        test: the same.
+        query: the same.
+        gallery: the same.
+    """
+
+    name: str
+    reader: str
+    title: str
+    layout: str
+    about: str = ""
+    files: Sequence[Sequence[str]] = ()
+    folders: Sequence[str] = ()
+    built_in: bool = False
+    train: Size | None = None
+    test: Size | None = None
+    query: Size | None = None
+    gallery: Size | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.title}: {self.about}" if self.about else self.title
+        if self.train and self.test:
+            text += f", {self.train.classes} classes for training and {self.test.classes} for test"
+        return f"{text} ({self.layout})"
+
+    def find(self, root: Path) -> Path | None:
+        """Return `root` or the sub-folder of it that has the files of this dataset, if any has."""
+        if not root.is_dir():
+            raise ValueError(f"{root} is not a folder")
+        for files in self.files:
+            for home in (root, *(root / name for name in self.folders)):
+                if all((home / file).is_file() for file in files):
+                    return home
+        return None
 
 
-@dataset("parquet", title="your own table", layout="a Parquet file with the same columns")
-def _parquet(file: Path, **options: Any) -> Catalog:
-    return data.Catalog.from_parquet(file, **options)
+def _read_infos() -> Iterator[DatasetInfo]:
+    text = Path(__file__).with_name("datasets.toml").read_text(encoding="utf-8")
+    for name, entries in tomllib.loads(text).items():
+        sizes = {part: Size(*entries[part]) for part in _PARTS if part in entries}
+        yield DatasetInfo(name, **(entries | sizes))
 
 
-@dataset(
-    "vectors",
-    title="vectors of anything, with labels",
-    layout="a .npz, .npy or .parquet file with vectors and labels, as `proximetry embed` writes it",
-)
-def _vectors(file: Path) -> Catalog:
-    return data.VectorCatalog.read(file)
-
-
-@dataset(
-    "shards",
-    title="your own images in tar files",
-    layout="<anything>.tar that hold <class>/<image>",
-)
-def _shards(root: Path) -> Catalog:
-    return data.Catalog.from_shards(sorted(root.glob("*.tar")) if root.is_dir() else [root])
+DATASETS = {info.name: info for info in _read_infos()}
 
 
 def list_datasets() -> dict[str, DatasetInfo]:
@@ -121,7 +125,7 @@ def resolve_source(
         )
     if place.is_dir():
         for info in DATASETS.values():
-            if any(home.find(place) for home in info.homes):
+            if info.find(place):
                 return info.name, place
         shards = any(place.glob("*.tar")) and not class_folders(place)
         return "shards" if shards else "folder", place
@@ -181,10 +185,23 @@ def open_dataset(
         options = {"columns": columns, "allow_missing": allow_missing, "progress": progress}
     elif columns:
         raise UsageError(f"data.columns is for tables, not for the dataset {name}. Remove it.")
-    catalog = info.read(None if root is None else Path(root), **options)
+    read = resolve_name(info.reader)
+    catalog: Catalog = read(None if root is None else Path(root), **options)
     if name in TABLES and not len(catalog):
         raise UsageError(f"no rows in the table: {root}. Add one row per image.")
-    notes = (*catalog.notes, *info.count_notes(catalog))
+    notes = [*catalog.notes]
+    for part in _PARTS:
+        published: Size | None = getattr(info, part)
+        if published:
+            # Queries and gallery are columns of flags, the others are splits.
+            role: dict[str, Any] = {part: True} if part in _PARTS[2:] else {"split": part}
+            rows = catalog.filter(**role)
+            size = Size(len(rows), len(rows.class_names))
+            if size != published:
+                notes.append(
+                    f"{info.title} {part}: {size.images} of {published.images} images, "
+                    f"{size.classes} of {published.classes} classes"
+                )
     if strict and notes:
         raise ValueError("; ".join(notes))
     return replace(catalog, notes=(*notes, *catalog.shared_classes()))
@@ -195,13 +212,12 @@ def datasets_table() -> str:
     rows = ["| name | dataset | training | test |", "|---|---|---|---|"]
     for info in DATASETS.values():
         if info.train and info.test:
-            test = _counted(info.test)
+            train, test = (
+                f"{spaced(size.classes)} classes, {spaced(size.images)} images"
+                for size in (info.train, info.test)
+            )
             if info.query and info.gallery:
                 test += f" ({spaced(info.query.images)} queries, "
                 test += f"{spaced(info.gallery.images)} in the gallery)"
-            rows.append(f"| `{info.name}` | {info.title} | {_counted(info.train)} | {test} |")
+            rows.append(f"| `{info.name}` | {info.title} | {train} | {test} |")
     return "\n".join(rows)
-
-
-def _counted(size: Size) -> str:
-    return f"{spaced(size.classes)} classes, {spaced(size.images)} images"

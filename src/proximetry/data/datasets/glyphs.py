@@ -22,8 +22,8 @@ import numpy as np
 from proximetry._util.errors import need
 from proximetry._util.files import atomic_path, cache_folder
 from proximetry.data.catalog import Catalog
-from proximetry.data.registry import split_by_class
-from proximetry.data.shards import SEPARATOR, shard_members
+from proximetry.data.datasets.readers import split_by_class
+from proximetry.data.folders import SEPARATOR, shard_members
 
 try:
     from PIL import Image, ImageFont, features
@@ -43,19 +43,19 @@ _DRAWING = 1
 
 
 def glyphs(
+    cache: str | os.PathLike[str] | None = None,
     *,
     side: int = 48,
     train_fraction: float = 0.5,
     seed: int = 0,
-    cache: str | os.PathLike[str] | None = None,
 ) -> Catalog:
     """Return the catalog of the glyph set, drawn on the first call and then cached.
 
     Args:
+        cache: folder to keep the images in; $PROXIMETRY_CACHE or ~/.cache/proximetry unless given.
         side: width and height of the images in pixels.
         train_fraction: the fraction of the characters marked "train"; the others are "test".
         seed: decides size, slant and place of every image, and which characters are which.
-        cache: folder to keep the images in; $PROXIMETRY_CACHE or ~/.cache/proximetry unless given.
     """
     if not 16 <= side <= 256:
         raise ValueError(f"side must be from 16 to 256 pixels, got {side}")

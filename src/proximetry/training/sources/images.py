@@ -18,11 +18,11 @@ from proximetry._util.errors import first_few, readable_size, some, spaced
 from proximetry._util.machine import available_memory, torch_pool
 from proximetry._util.tensors import chunks
 from proximetry.data import Catalog, CenterCrop, PixelCache
-from proximetry.data.augment.colors import ColorChanges, recolor
-from proximetry.data.augment.resample import Windows
+from proximetry.data.augment import ColorChanges, recolor
 from proximetry.data.cache import cache_home, estimate, file_sizes, unreadable_images
 from proximetry.data.images import Interpolation, Size
 from proximetry.data.loader import ImageLoader, Pixels
+from proximetry.data.resample import Windows
 from proximetry.models import Preprocessing
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.schema import Recipe
@@ -94,9 +94,9 @@ class ImageData(TrainingData):
                 lambda: unreadable_images(
                     self.catalog,
                     train_size,
+                    self._filter,
+                    d.bad_images,
                     d.cache_dir,
-                    interpolation=self._filter,
-                    policy=d.bad_images,
                     progress=partial(self._display.progress, "checking"),
                 )
             )

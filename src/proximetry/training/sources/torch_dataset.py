@@ -18,7 +18,7 @@ from proximetry._util.errors import UsageError, shown, spaced
 from proximetry._util.machine import cores, preserve_rng_state
 from proximetry._util.tensors import chunks
 from proximetry.data import Catalog, PixelCache, open_image
-from proximetry.data.augment.colors import ColorChanges, recolor
+from proximetry.data.augment import ColorChanges, recolor
 from proximetry.data.images import ImageError, resize_image
 from proximetry.data.vectors import label_names
 from proximetry.models import Embedder, Preprocessing

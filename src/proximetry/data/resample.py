@@ -11,8 +11,9 @@ from __future__ import annotations
 import subprocess
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,19 @@ _LARGEST = 1 << 29
 
 
 @dataclass(frozen=True)
-class Windows:
+class PerImage:
+    """Tensors with one entry per image of a batch."""
+
+    def __len__(self) -> int:
+        return len(next(iter(vars(self).values())))
+
+    def __getitem__(self, part: slice) -> Self:
+        """Return the entries of a slice of the batch."""
+        return replace(self, **{name: values[part] for name, values in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Windows(PerImage):
     """For every image of a batch, the window at (top, left) of height × width to be scaled.
 
     The result is mirrored where `flip` is True.
@@ -42,16 +55,9 @@ class Windows:
     width: Tensor
     flip: Tensor
 
-    def __len__(self) -> int:
-        return len(self.top)
-
-    def __getitem__(self, part: slice) -> Windows:
-        """Return the windows of a slice of the batch."""
-        return Windows(*(getattr(self, f.name)[part] for f in fields(self)))
-
     def table(self) -> Tensor:
         """Return all of it as int64 [image, field]."""
-        return torch.stack([getattr(self, f.name).long() for f in fields(self)], dim=1)
+        return torch.stack([values.long() for values in vars(self).values()], dim=1)
 
 
 def resample(
