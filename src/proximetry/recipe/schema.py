@@ -101,13 +101,6 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def _reject(*checks: tuple[Any, str]) -> None:
-    """Raise the message of the first check whose condition holds."""
-    for wrong, message in checks:
-        if wrong:
-            raise ValueError(message)
-
-
 class DataConfig(Section):
     """Images, augmentation and batches."""
 
@@ -256,7 +249,7 @@ class ModelConfig(Section):
             if self.backbone in VECTOR_BACKBONES and getattr(self, key):
                 raise ValueError(f"{key} is for images; backbone {self.backbone} takes vectors")
         frozen, pca, bits = self.freeze_backbone, self.pca_dim, self.bits
-        _reject(
+        for wrong, message in (
             ((pca or 0) > self.dim, f"pca_dim {pca} is more than dim {self.dim}"),
             (self.whitening and not pca, f"whitening {self.whitening} needs pca_dim"),
             (self.lora_alpha and not self.lora_rank, "lora_alpha needs lora_rank"),
@@ -266,7 +259,9 @@ class ModelConfig(Section):
             (bits and self.dim != bits, f"dim {self.dim} and bits {bits} disagree"),
             (bits and pca, f"pca_dim {pca} and bits {bits} exclude each other"),
             (len(self.tta_crops) > MOST_TTA_CROPS, f"tta_crops has more than {MOST_TTA_CROPS}"),
-        )
+        ):
+            if wrong:
+                raise ValueError(message)
         return self
 
 
@@ -441,7 +436,7 @@ class Recipe(Section):
         computed = [name for name in evaluation.metrics.names() if name not in COUNTS]
         binary = self.model.bits is not None
         plateau = self.schedule.name == "plateau"
-        _reject(
+        for wrong, message in (
             (
                 evaluation.select_by not in computed,
                 f"evaluation.select_by {shown(evaluation.select_by)} is not computed; choose one "
@@ -462,7 +457,9 @@ class Recipe(Section):
                 "schedule.name plateau needs a selection metric, which evaluation.protocol last "
                 "lacks; choose another schedule.name, such as step",
             ),
-        )
+        ):
+            if wrong:
+                raise ValueError(message)
         return self
 
     @classmethod
