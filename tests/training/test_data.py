@@ -13,7 +13,12 @@ from proximetry.models import Embedder
 from proximetry.training import RecipeError, RunError
 from proximetry.training.distributed import World
 from proximetry.training.reporting import Display
-from proximetry.training.sources.base import cache_sizes, make_augmentation, make_sampler
+from proximetry.training.sources.base import (
+    cache_sizes,
+    make_augmentation,
+    make_sampler,
+    open_catalog,
+)
 from proximetry.training.sources.images import ImageData
 from tests.training.tiny import with_
 
@@ -32,7 +37,7 @@ def preprocessing_of(recipe):
 
 def make_data(recipe, device="cpu", **world):
     here = World(device=torch.device(device), **world)
-    data = ImageData(recipe, preprocessing_of(recipe), here, Display())
+    data = ImageData(recipe, preprocessing_of(recipe), here, Display(), open_catalog(recipe))
     data.open_cache("pixels" if recipe.data.cache == "auto" else recipe.data.cache)
     return data
 
@@ -186,7 +191,8 @@ def test_ranks_that_read_different_images_stop(recipe, monkeypatch):
 
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     more = set()
-    data = ImageData(recipe, preprocessing_of(recipe), Rank(size=2), Display())
+    catalog = open_catalog(recipe)
+    data = ImageData(recipe, preprocessing_of(recipe), Rank(size=2), Display(), catalog)
     data.open_cache("pixels")
     more = {("class00/1.png", "cannot be opened: Too many open files")}
     message = r"some processes can read images that others cannot: class00/1\.png: cannot be opened"

@@ -62,7 +62,7 @@ def choose(
     *,
     images: int,
     storage: StorageFacts | None,
-    kept: str = "",
+    origin: str = "",
 ) -> tuple[Recipe, list[str]]:
     """Replace every ``auto``; return the recipe, and lines that describe the choices.
 
@@ -71,10 +71,10 @@ def choose(
         device: what it runs on.
         images: number of training images.
         storage: available space; None if ``data.cache`` does not apply.
-        kept: then, a description of where rows are read from.
+        origin: then, a description of where rows are read from.
     """
     training, before = recipe.training, flatten(recipe.to_dict())
-    cache, source = ("none", kept) if storage is None else _choose_cache(recipe, device, storage)
+    cache, source = ("none", origin) if storage is None else _choose_cache(recipe, device, storage)
     if recipe.model.freeze_backbone:
         source = f"features from memory ({source})"
 

@@ -6,12 +6,10 @@ header, and a checksum of all its bytes. It can be loaded on any number of proce
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +29,6 @@ from proximetry._util.files import (
     parse_json,
     sealed,
 )
-from proximetry.data import Catalog
 from proximetry.recipe.loading import differences
 from proximetry.recipe.schema import Recipe
 
@@ -201,32 +198,6 @@ def _check_same(path: Path, plain: dict[str, Any], run: Run) -> None:
 def _comparable(before: str | None, now: str | None) -> bool:
     """Return whether both digests are known and of the same kind."""
     return before is not None and now is not None and len(before) == len(now)
-
-
-def fingerprint(catalog: Catalog, contents: str | None, sizes: str | None = None) -> dict[str, Any]:
-    """Describe the images of a catalog in plain values that `check_same_images` compares.
-
-    Args:
-        catalog: the images.
-        contents: the digest of the image files, where it is known.
-        sizes: the digest of the sizes of the files in bytes.
-    """
-
-    def digest(lines: Iterable[str]) -> str:
-        whole = hashlib.sha256()
-        for line in lines:
-            whole.update(line.encode("utf-8", "surrogateescape") + b"\0")
-        return whole.hexdigest()
-
-    roles = (catalog.labels, catalog.splits, catalog.queries, catalog.galleries)
-    return {
-        "classes": dict(sorted(Counter(catalog.labels).items())),
-        "splits": dict(sorted(Counter(catalog.splits).items())),
-        "rows": digest(repr(row) for row in zip(*filter(None, roles), strict=True)),
-        "paths": digest(map(repr, catalog.paths)),
-        "contents": contents,
-        "sizes": sizes,
-    }
 
 
 def check_same_images(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

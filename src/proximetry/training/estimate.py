@@ -19,7 +19,6 @@ from proximetry.models.embedder import extract_features
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.schema import Recipe
 from proximetry.training.build import RunContext, build, fit_crop_size
-from proximetry.training.custom import custom_components
 from proximetry.training.distributed import join_processes
 from proximetry.training.loop import Run
 from proximetry.training.reporting import Display
@@ -93,7 +92,6 @@ def dry_run(
             check_stages_folder(folder.path)
             recipe, folder = first_stage(recipe), RunFolder(folder.path / FIRST_STAGE)
         recipe, saved = folder.resolve(recipe, resume)
-        custom_components(recipe, None, None, None)  # a recipe with custom ones needs Python
         run = build(recipe, folder, RunContext(world, notes, resume=resume), open_cache=False)
         if saved is not None:
             check_rows(saved, run.recipe, run.data.catalog)

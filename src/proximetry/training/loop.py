@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -13,7 +16,6 @@ from torch import nn
 
 from proximetry.data.images import ImageError
 from proximetry.recipe.schema import Recipe
-from proximetry.training.callbacks import Stopped, StopRequests
 from proximetry.training.checkpoint import RunError, TrainState, link_checkpoints, save_state
 from proximetry.training.distributed import World, any_rank
 from proximetry.training.evaluator import Evaluated, Evaluator
@@ -30,8 +32,54 @@ from proximetry.training.schedule import LearningRates
 from proximetry.training.sources.base import TrainingData
 from proximetry.training.step import Updater
 
+FOLLOW_PARENT = "PROXIMETRY_FOLLOW_PARENT"
+"""Environment variable: the id of a parent process; the run stops when that process is gone."""
 RESUME = "The same command (without --fresh) resumes it."
 Phase = Literal["startup", "training", "evaluation", "other"]
+
+
+class Stopped(Exception):  # noqa: N818
+    """A run that was stopped and saved, and how to resume it."""
+
+
+@dataclass
+class StopRequests(AbstractContextManager[Any]):
+    """Within the context, turns the first SIGINT and SIGTERM into a request to stop the run."""
+
+    requested: bool = False
+    _message: str | None = None
+    _handlers: dict[int, Any] = field(default_factory=dict)
+
+    def __enter__(self) -> StopRequests:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._handlers[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def __call__(self) -> bool:
+        """Return whether a signal arrived or the parent to follow is gone."""
+        return self.requested or os.environ.get(FOLLOW_PARENT) not in (None, str(os.getppid()))
+
+    def _handle(self, number: int, frame: object) -> None:
+        signal.signal(number, self._handlers[number])
+        self.requested = True
+        if self._message is not None:
+            raise Stopped(self._message)
+
+    @contextmanager
+    def immediate(self, message: str) -> Iterator[None]:
+        """Raise `Stopped` with this message on a request, where nothing is lost by it."""
+        if self():
+            raise Stopped(message)
+        self._message = message
+        try:
+            yield
+        finally:
+            self._message = None
 
 
 class Stopwatch:
@@ -77,7 +125,7 @@ class Run:
     choices: Sequence[str] = ()
     """What the ``auto`` values of the recipe became, in lines for people."""
     callbacks: Sequence[Any] = ()
-    stop_requested: StopRequests = field(default_factory=StopRequests)
+    stop_requests: StopRequests = field(default_factory=StopRequests)
     stopping: bool = False
     finishing: bool = False
 
@@ -166,7 +214,7 @@ class Run:
         if self.world.size > 1:
             return nullcontext()
         message = f"stopped {when} of the run in {self.folder.path}. {RESUME}"
-        return self.stop_requested.immediate(message)
+        return self.stop_requests.immediate(message)
 
     def check_finite(self, *, weights: bool = False) -> None:
         """Raise if a loss was not finite, with its step and images; waits for the device.
@@ -265,7 +313,7 @@ def train_epoch(run: Run) -> dict[str, Any]:
             if within and checkpoint_steps and state.step % checkpoint_steps == 0:
                 save_state(run)
             run.notify("on_step_end", loss)
-            if any_rank(run.stopping or run.stop_requested(), run.world):
+            if any_rank(run.stopping or run.stop_requests(), run.world):
                 clock.enter("other")
                 save_state(run)
                 run.notify("on_stop")

@@ -23,7 +23,7 @@ from proximetry.data.images import ImageError, resize_image
 from proximetry.data.vectors import label_names
 from proximetry.models import Embedder, Preprocessing
 from proximetry.recipe.schema import Recipe
-from proximetry.training.checkpoint import RunError, fingerprint
+from proximetry.training.checkpoint import RunError
 from proximetry.training.distributed import World
 from proximetry.training.reporting import Display
 from proximetry.training.sources.base import (
@@ -32,6 +32,7 @@ from proximetry.training.sources.base import (
     TrainingData,
     cache_sizes,
     derive_seed,
+    fingerprint,
     make_augmentation,
 )
 
@@ -267,9 +268,7 @@ class DatasetData(TrainingData):
         *,
         display: Display,
     ) -> None:
-        super().__init__(recipe, catalog, world)
-        for note in self.notes:
-            display.message(note)
+        super().__init__(recipe, catalog, world, display)
         self.fingerprint = fingerprint(catalog, None)
         if world.first(lambda: self.fingerprint) != self.fingerprint:
             raise RunError(f"{datasets.name} has other labels on rank {world.rank} than on rank 0")
@@ -281,7 +280,7 @@ class DatasetData(TrainingData):
                 f"{datasets.name} has images, but the embedder takes {embedder.preprocessing}"
             )
         self.stage = "normalized" if tensors else "pixels"
-        self.kept = "tensors as they are" if tensors else "images from the dataset"
+        self.origin = "tensors as they are" if tensors else "images from the dataset"
         self._reader = _BatchReader(datasets, recipe, embedder.preprocessing, tensors)
         self._orders: Iterator[_Order] = iter(())
         self._loader = self._make_loader(_EpochOrders(self), persistent_workers=True)
