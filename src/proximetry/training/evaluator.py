@@ -108,32 +108,15 @@ def evaluate_embedder(
         progress: called with (done, total) while images are embedded and neighbors searched.
     """
     metrics = metrics or Metrics()
-    return means(score_embedder(embedder, catalog, metrics, eval_dims, batch_size, progress)[0])
-
-
-def score_embedder(
-    embedder: Embedder,
-    catalog: Catalog,
-    metrics: Metrics,
-    eval_dims: Sequence[int],
-    batch_size: int | None,
-    progress: Progress | None,
-    *,
-    vectors: Tensor | None = None,
-) -> tuple[Scored, dict[str, Any]]:
-    """Score every query as `evaluate_embedder` does; also return the arguments of the metrics.
-
-    With ``vectors``, the embeddings of the images, nothing is embedded.
-    """
     check_comparison(catalog, metrics)
-    if vectors is None:
-        vectors = encode_catalog(embedder, catalog, batch_size, progress)
+    vectors = encode_catalog(embedder, catalog, batch_size, progress)
     catalog, similarity = with_needed_roles(catalog), embedder.architecture.similarity
     binary = embedder.architecture.binary
-    scored = score_queries(
-        vectors, catalog, similarity, metrics, eval_dims, binary=binary, progress=progress
+    return means(
+        score_queries(
+            vectors, catalog, similarity, metrics, eval_dims, binary=binary, progress=progress
+        )
     )
-    return scored, compared(vectors, catalog, similarity)
 
 
 def leakage_warnings(embedder: Embedder, catalog: Catalog) -> list[str]:
