@@ -147,7 +147,7 @@ def check_rows(saved: SavedRun, recipe: Recipe, catalog: Catalog) -> None:
     """Reject a catalog with other rows than those of the saved run."""
     if recipe.data.bad_images == "skip" or saved.checkpoint is None:
         return  # which images were skipped is not known before they are read
-    before, now = saved.checkpoint["images"], fingerprint(catalog, None)
+    before, now = saved.checkpoint["images"], fingerprint(catalog)
     if before["rows"] != now["rows"]:
         check_same_images(saved.path, before, now)
 

@@ -146,10 +146,10 @@ def open_catalog(recipe: Recipe, progress: Progress | None = None) -> Catalog:
     return open_dataset(d.dataset, d.root, columns=d.columns, allow_missing=skip, progress=progress)
 
 
-def fingerprint(catalog: Catalog, contents: str | None, sizes: str | None = None) -> dict[str, Any]:
+def fingerprint(catalog: Catalog, contents: str | None = None) -> dict[str, Any]:
     """Describe the rows of a catalog in plain values that `check_same_images` compares.
 
-    ``contents`` is the digest of the image files and ``sizes`` that of their sizes, if known.
+    ``contents`` is the digest of the image files, if it is known.
     """
     roles = (catalog.labels, catalog.splits, catalog.queries, catalog.galleries)
     digests = []
@@ -164,7 +164,6 @@ def fingerprint(catalog: Catalog, contents: str | None, sizes: str | None = None
         "rows": digests[0],
         "paths": digests[1],
         "contents": contents,
-        "sizes": sizes,
     }
 
 

@@ -20,7 +20,7 @@ from proximetry._util.tensors import chunks
 from proximetry.data import Catalog, CenterCrop, PixelCache
 from proximetry.data.augment.colors import ColorChanges, recolor
 from proximetry.data.augment.resample import Windows
-from proximetry.data.cache import Bad, cache_home, estimate, file_sizes, unreadable_images
+from proximetry.data.cache import Bad, cache_home, estimate, unreadable_images
 from proximetry.data.images import Size
 from proximetry.data.loader import ImageLoader, Pixels
 from proximetry.models import Preprocessing
@@ -93,14 +93,14 @@ class ImageData(TrainingData):
         if mode == "none":
             if bad := self.world.first(self._unreadable):
                 self._exclude(bad)
-            self.fingerprint = fingerprint(self.catalog, None, file_sizes(self.catalog))
+            self.fingerprint = fingerprint(self.catalog)
             self._eval_rows = np.arange(len(self.catalog))
             self._source, self._eval_source = map(self._loader, self._sizes)
             return
         cache = self._build(self.catalog, train_size)
         if cache.bad:
             self._exclude(cache.bad)
-        self.fingerprint = fingerprint(self.catalog, cache.digest, file_sizes(self.catalog))
+        self.fingerprint = fingerprint(self.catalog, cache.digest)
         # Evaluation sees what the saved embedder will see: image files resized once. Where training
         # resizes to another size, there is a second cache.
         second = second_cache(self._recipe, self.rows, len(self.catalog), self._sizes)

@@ -270,7 +270,7 @@ class DatasetData(TrainingData):
         display: Display,
     ) -> None:
         super().__init__(recipe, catalog, world, display)
-        self.fingerprint = fingerprint(catalog, None)
+        self.fingerprint = fingerprint(catalog)
         if world.first(lambda: self.fingerprint) != self.fingerprint:
             raise RunError(f"{datasets.name} has other labels on rank {world.rank} than on rank 0")
         split, dataset = next(iter(datasets.parts.items()))
