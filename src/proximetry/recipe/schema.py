@@ -20,7 +20,6 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
-    field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -80,6 +79,7 @@ Dim = Annotated[Count, Field(le=LARGEST_DIM)]
 Bits = Annotated[Count, Field(multiple_of=8, le=LARGEST_BITS)]
 Setting = bool | Whole | Number | str
 Text = Annotated[str, AfterValidator(_check_text)]
+UserPath = Annotated[Text, AfterValidator(os.path.expanduser)]
 # These may be "auto" until `auto.choose` sets a value, before anything computes with it.
 AutoCount = Annotated[Count, WrapValidator(_or_auto)]
 AutoFlag = Annotated[Flag, WrapValidator(_or_auto)]
@@ -105,7 +105,7 @@ class DataConfig(Section):
     """Images, augmentation and batches."""
 
     dataset: str = _key("folder", "a dataset that `proximetry datasets` lists")
-    root: Text | None = _key(None, "path of the images; glyphs need none", role="path")
+    root: UserPath | None = _key(None, "path of the images; glyphs need none", role="path")
     columns: dict[str, Text] = _key(
         {}, "names of a table's columns that differ from ours: path=file,label=category"
     )
@@ -142,17 +142,12 @@ class DataConfig(Section):
         "disk; gpu also copies the pixels to GPU memory; auto chooses by the available space",
         role="runtime",
     )
-    cache_dir: Text | None = _key(
+    cache_dir: UserPath | None = _key(
         None, "folder of the pixel cache; null takes the user's cache folder", role="path"
     )
     bad_images: Literal["error", "skip"] = _key(
         "error", "stop at missing or unreadable images, or skip and list them"
     )
-
-    @field_validator("root", "cache_dir")
-    @classmethod
-    def _expand_home(cls, path: str | None) -> str | None:
-        return None if path is None else str(Path(path).expanduser())
 
     @model_validator(mode="after")
     def _check(self) -> Self:

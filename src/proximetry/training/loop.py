@@ -238,12 +238,12 @@ class Run:
             if sums and not torch.isfinite(torch.stack(sums).sum()):
                 problem = f"the weights are not finite after step {self.state.step}"
         if problem:
-            last = next(iter(self.folder.checkpoints()), None)
+            last = self.folder.last
             raise RunError(
                 f"training diverged: {problem}. Try a smaller --optimizer.lr (now "
                 f"{self.recipe.optimizer.lr:g}), --optimizer.clip-norm or --training.precision "
                 "float32, in another folder or with --fresh."
-                + (f" The last good checkpoint is {last}." if last else "")
+                + (f" The last good checkpoint is {last}." if last.exists() else "")
             )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 from torch import Tensor
 
 from proximetry._util.errors import printable, readable_seconds, shorten, spaced
-from proximetry._util.files import writing
+from proximetry._util.files import read_json, writing
 from proximetry.metrics.scores import CLUSTERING, COUNTS, ONE_SET
 from proximetry.recipe.loading import flatten
 
@@ -43,11 +43,12 @@ class Trackers(AbstractContextManager[Any]):
         if run.recipe.training.wandb:
             import wandb
 
+            # A resumed run keeps its id.
             self._run = wandb.init(
                 project=run.recipe.training.wandb,
                 config=run.recipe.to_dict(),
                 dir=str(run.folder.path),
-                id=run.folder.wandb_id(),
+                id=read_json(run.folder.environment, 10**6).get("id"),
                 resume="allow",
             )
 

@@ -77,11 +77,11 @@ class TrainingData(ABC):
 
     def __init__(self, recipe: Recipe, catalog: Catalog, world: World, display: Display) -> None:
         self.world, self._recipe, self._display = world, recipe, display
-        self._divide(catalog)
+        self.divide(catalog)
         for note in self.notes:
             display.message(note)
 
-    def _divide(self, catalog: Catalog, skipped: Sequence[str] = ()) -> None:
+    def divide(self, catalog: Catalog, skipped: Sequence[str] = ()) -> None:
         """Set the rows to train on and to evaluate; ``skipped`` are notes on unreadable images."""
         self.catalog = catalog
         self.rows, self.protocol, notes = divide(catalog, self._recipe)

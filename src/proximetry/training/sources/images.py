@@ -176,7 +176,7 @@ class ImageData(TrainingData):
     def _exclude(self, bad: Bad) -> None:
         """Continue without unreadable images."""
         skipped, before = [f"skipped {path}: {why}" for path, why in bad], self.notes
-        self._divide(without(self.catalog, bad), skipped)
+        self.divide(without(self.catalog, bad), skipped)
         more = [note for note in self.notes if note not in {*before, *skipped}]
         for note in [*first_few(skipped, "results.json"), *more]:
             self._display.message(note)
