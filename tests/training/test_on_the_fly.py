@@ -1,7 +1,9 @@
 """Training without a cache: the batches, the run and its figures are those of the pixel cache."""
 
 import multiprocessing
+import os
 import shutil
+import signal
 import tarfile
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from PIL import Image
 
 from proximetry.data import ImageError, loader
 from proximetry.data.loader import Pixels
-from proximetry.training import RunError, RunFolder, train
+from proximetry.training import Callback, RunError, RunFolder, train
 from proximetry.training.distributed import World
 from tests.training.runs import Messages, assert_same_run, killed_at
 from tests.training.test_data import make_data, stand_in_for_streams
@@ -108,6 +110,31 @@ def test_run_resumes_in_another_cache_mode(cached_run, tmp_path):
         killed_at(6, with_(recipe, "data", cache=begun), tmp_path / begun)
         train(with_(recipe, "data", cache=resumed), tmp_path / begun)
         assert_same_run(tmp_path / begun, out)
+
+
+def test_run_whose_worker_is_killed_continues_in_threads(
+    cached_run, workers, tmp_path, monkeypatch
+):
+    recipe, out = cached_run
+    read, armed = loader._Tasks.__getitem__, tmp_path / "armed"
+
+    def die(self, chunk):
+        if armed.exists():
+            armed.unlink(missing_ok=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(self, chunk)
+
+    class ArmAfterFirstEpoch(Callback):
+        def on_epoch_end(self, run, line):
+            if line["epoch"] == 1:
+                armed.touch()
+
+    monkeypatch.setattr(loader._Tasks, "__getitem__", die)
+    none = with_(recipe, "data", cache="none")
+    with pytest.warns(UserWarning, match="continues in threads"):
+        train(none, tmp_path / "run", callbacks=[ArmAfterFirstEpoch()])
+    assert not armed.exists()
+    assert_same_run(tmp_path / "run", out)
 
 
 def test_workers_end_with_the_batches(recipe, workers):
