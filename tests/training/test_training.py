@@ -474,6 +474,8 @@ def test_every_loss_trains(images, cache, tmp_path, name):
         {"training": {"precision": "bfloat16", "epochs": 1}},
         {"training": {"ema": 0.99, "epochs": 2}},
         {"model": {"layer_norm": True, "normalize": False, "freeze_batchnorm": True}},
+        {"model": {"bits": 16, "dim": 16}},
+        {"model": {"dim": 12, "pca_dim": 5, "whitening": 0.5}},
         {"model": {"backbone": "test_resnet", "drop_path": 0.5}, "training": {"epochs": 1}},
         {"evaluation": {"protocol": "last"}},
     ],
