@@ -178,8 +178,7 @@ class ModelConfig(Section):
     dim: Dim = _key(DEFAULTS["model.dim"], "dimension of the embedding; with bits, their number")
     bits: Bits | None = _key(
         None,
-        "train binary codes of this many bits for Hamming distance: the signs of the dimensions "
-        "after subtracting the training mean (folded into the head)",
+        "train binary codes of this many bits: signs about the training mean (in the head)",
     )
     pca_dim: Dim | None = _key(
         None, "reduce the trained embedding with PCA of the training images (folded into the head)"

@@ -89,63 +89,58 @@ def build(
     # A graph that was explicitly set has to be recorded; one that is "auto" may fail.
     on_graph_failure = None if recipe.training.cuda_graph is True else report
     embedder, data = make_data(recipe, context)
-    try:
-        images = len(data.rows["train"])
-        storage = world.first(lambda: data.storage)
-        recipe, choices = choose(
-            recipe, device_facts(world), images=images, storage=storage, origin=data.origin
-        )
-        for line in choices:
-            report(line)
-        if open_cache:
+    images = len(data.rows["train"])
+    storage = world.first(lambda: data.storage)
+    recipe, choices = choose(
+        recipe, device_facts(world), images=images, storage=storage, origin=data.origin
+    )
+    for line in choices:
+        report(line)
+    if open_cache:
+        data.open_cache(recipe.data.cache)
+        if recipe.model.freeze_backbone:
+            data = CachedFeatures(data, embedder, context.display)
             data.open_cache(recipe.data.cache)
-            if recipe.model.freeze_backbone:
-                images_source, data = data, CachedFeatures(data, embedder, context.display)
-                images_source.close()
-                data.open_cache(recipe.data.cache)
-        elif recipe.model.freeze_backbone:
-            data.stage = "features"
-        on_cuda = world.device.type == "cuda"
-        if on_cuda:  # no slower here, and the same in every run
-            torch.backends.cudnn.deterministic = True
-            embedder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        graph = bool(recipe.training.cuda_graph) and on_cuda
-        graph = graph and world.size == recipe.training.accumulate == 1
-        if graph:
-            fuse(embedder)
-        loss = copy.deepcopy(context.components.loss)
-        objective = Objective(recipe.loss, data.class_names, embedder.dim, loss).to(world.device)
-        updater = Updater(
-            recipe,
-            embedder,
-            objective,
-            make_optimizer(recipe.optimizer, embedder, objective),
-            world,
-            graph=graph,
-            on_graph_failure=on_graph_failure,
-            stage=data.stage,
-        )
-        evaluated = embedder if updater.average is None else updater.average
-        initial = [group["lr"] for group in updater.optimizer.param_groups]
-        return Run(
-            recipe=recipe,
-            folder=folder,
-            world=world,
-            data=data,
-            updater=updater,
-            evaluator=Evaluator(recipe, evaluated, data, graph, on_graph_failure),
-            rates=LearningRates(recipe.schedule, recipe.training.epochs, initial),
-            clock=clock,
-            state=TrainState(
-                loss_sum=torch.zeros((), dtype=torch.float64, device=world.device),
-                bad_step=torch.full((), -1, dtype=torch.long, device=world.device),
-            ),
-            report=report,
-            choices=choices,
-        )
-    except BaseException:
-        data.close()
-        raise
+    elif recipe.model.freeze_backbone:
+        data.stage = "features"
+    on_cuda = world.device.type == "cuda"
+    if on_cuda:  # no slower here, and the same in every run
+        torch.backends.cudnn.deterministic = True
+        embedder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    graph = bool(recipe.training.cuda_graph) and on_cuda
+    graph = graph and world.size == recipe.training.accumulate == 1
+    if graph:
+        fuse(embedder)
+    loss = copy.deepcopy(context.components.loss)
+    objective = Objective(recipe.loss, data.class_names, embedder.dim, loss).to(world.device)
+    updater = Updater(
+        recipe,
+        embedder,
+        objective,
+        make_optimizer(recipe.optimizer, embedder, objective),
+        world,
+        graph=graph,
+        on_graph_failure=on_graph_failure,
+        stage=data.stage,
+    )
+    evaluated = embedder if updater.average is None else updater.average
+    initial = [group["lr"] for group in updater.optimizer.param_groups]
+    return Run(
+        recipe=recipe,
+        folder=folder,
+        world=world,
+        data=data,
+        updater=updater,
+        evaluator=Evaluator(recipe, evaluated, data, graph, on_graph_failure),
+        rates=LearningRates(recipe.schedule, recipe.training.epochs, initial),
+        clock=clock,
+        state=TrainState(
+            loss_sum=torch.zeros((), dtype=torch.float64, device=world.device),
+            bad_step=torch.full((), -1, dtype=torch.long, device=world.device),
+        ),
+        report=report,
+        choices=choices,
+    )
 
 
 def make_data(recipe: Recipe, context: RunContext) -> tuple[Embedder, TrainingData]:

@@ -48,6 +48,10 @@ class World:
         """Whether this process writes files and prints."""
         return self.rank == 0
 
+    def share(self, total: int) -> slice:
+        """Return the part of ``total`` rows that belongs to this process, in the order of ranks."""
+        return slice(total * self.rank // self.size, total * (self.rank + 1) // self.size)
+
     def wait(self) -> None:
         """Wait for all processes."""
         if self.size > 1:

@@ -304,8 +304,7 @@ class Evaluator:
 
     def _share(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the part that this process embeds, in the order of ranks."""
-        rank, size = self.world.rank, self.world.size
-        return rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]
+        return rows[self.world.share(len(rows))]
 
     def _search_among_train(self, vectors: Tensor, distractors: Tensor) -> Scores:
         """Return the metric that selects the epoch, with training images as distractors.

@@ -119,8 +119,7 @@ def check_comparison(catalog: Catalog, metrics: Metrics) -> list[str]:
         raise ValueError(reason)
     catalog = with_needed_roles(catalog)
     queries, gallery = _roles(catalog)
-    whole = metrics.one_set()
-    if catalog.queries is not None and whole:
+    if catalog.queries is not None and (whole := metrics.one_set()):
         raise ValueError(
             f"{whole} needs one set, but {catalog.root} has queries and a gallery. Remove {whole}, "
             "or the columns query and gallery."

@@ -105,7 +105,6 @@ def _train_run(
             if results is not None:
                 return results
         run = build(recipe, folder, context)  # validates; writes nothing to the folder
-        stack.callback(run.data.close)
         run.callbacks = [trackers, display, *context.callbacks]
         if first(lambda: folder.acquire(display.message)):  # another process may have been faster
             _, saved = first(lambda: folder.resolve(run.recipe, context.resume))

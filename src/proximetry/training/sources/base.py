@@ -111,17 +111,13 @@ class TrainingData(ABC):
     def open_cache(self, mode: str) -> None:
         """Open the cache that ``data.cache`` names."""
 
-    def close(self) -> None:  # noqa: B027
-        """Release what reads rows."""
-
     def _batch(self, epoch: int, number: int) -> Batch:
         chosen = self.sampler.batch(epoch, number)
         seed = derive_seed(self._recipe.training.seed, epoch, number)
-        rank, size, total = self.world.rank, self.world.size, len(chosen)
-        mine = slice(total * rank // size, total * (rank + 1) // size)
+        mine = self.world.share(len(chosen))
         labels = torch.from_numpy(self._codes[chosen[mine]])
-        rows = self.rows["train"][chosen]
-        return Batch(rows[mine], labels, mine, total, torch.Generator().manual_seed(seed))
+        rows = self.rows["train"][chosen[mine]]
+        return Batch(rows, labels, mine, len(chosen), torch.Generator().manual_seed(seed))
 
     def _filled(self, rows: Rows, batch_size: int) -> Rows:
         """Repeat the last row to fill the last batch on a GPU: a CUDA graph has one batch size."""

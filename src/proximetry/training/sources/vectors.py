@@ -84,7 +84,7 @@ def _features(data: TrainingData, embedder: Embedder, batch_size: int, display: 
     share_buffers(embedder, world)
     with torch.no_grad(), evaluating(embedder):
         for rows in data.rows.values():
-            own = slice(*(len(rows) * rank // world.size for rank in (world.rank, world.rank + 1)))
+            own = world.share(len(rows))
             parts, left = [torch.empty(0, embedder.width)], len(rows[own])
             for batch in data.views(rows[own], batch_size):
                 features = extract_features(embedder, batch, data.stage)[:left].float().cpu()
