@@ -23,7 +23,6 @@ from proximetry.training.results import (
     early_stop,
     evaluate_final,
     evaluate_untrained,
-    saturation,
     save_embedder,
     selection_value,
 )
@@ -192,11 +191,8 @@ class Run:
         if selection is None:
             return True
         split, metric = selection
-        was_saturated = saturation(self)
         improved = self.state.observe(selection_value(evaluated.scores[split], metric))
         self.rates.observe(improved, self.state.epoch - 1)
-        if (note := saturation(self)) and not was_saturated:
-            self.report(note)
         return self.state.best_epoch == self.state.epoch
 
     def notify(self, event: str, *values: Any) -> None:

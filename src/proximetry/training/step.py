@@ -36,11 +36,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
 class Objective(nn.Module):
     """Loss and added terms in one module with one state dictionary.
 
-    Args:
-        config: the loss section of the recipe.
-        class_names: of the classes, in the order of their labels.
-        dim: dimension of the embedding.
-        own: a custom loss that replaces that of the config.
+    Class names are in the order of the labels; ``own`` is a custom loss that replaces the config's.
     """
 
     def __init__(
@@ -55,24 +51,23 @@ class Objective(nn.Module):
         pairs, n = config.name.removeprefix("pairs/"), len(class_names)
         if own is not None:
             self.loss = own
-            own_proxies = own.proxies if isinstance(own, losses.ProxyLoss) else None
-            shape = own_proxies and (own_proxies.num_classes, own_proxies.dim)
-            if shape and shape != (n, dim):
-                raise UsageError(
-                    f"loss {type(own).__name__} has {shape[0]} classes and {shape[1]} "
-                    f"dimensions, but the run has {n} training classes (without held-out ones; "
-                    f"evaluation.protocol last has none) and {dim} dimensions"
-                )
         elif pairs != config.name:
             self.loss = losses.PairLoss(pairs, dim=dim, **config.settings)  # type: ignore[arg-type]
         else:
             self.loss = losses.create(config.name, n, dim, **config.settings)
         # The parameters of a custom loss have the learning rate of proxies.
         self.learns_as_proxies = own is not None and not isinstance(own, losses.ProxyLoss)
+        proxies = None
         if isinstance(self.loss, losses.ProxyLoss):
             self.loss.check_labels = False  # they come from the catalog
-            self.loss.proxies.names = list(class_names)
-        proxies = self.loss.proxies if isinstance(self.loss, losses.ProxyLoss) else None
+            proxies = self.loss.proxies
+            if (proxies.num_classes, proxies.dim) != (n, dim):
+                raise UsageError(
+                    f"loss {type(own).__name__} has {proxies.num_classes} classes and "
+                    f"{proxies.dim} dimensions, but the run has {n} training classes (without "
+                    f"held-out ones; evaluation.protocol last has none) and {dim} dimensions"
+                )
+            proxies.names = list(class_names)
         self.proxies = proxies
         self.projected = config.optimization == "projected"
         for key, is_set in (
