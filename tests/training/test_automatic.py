@@ -107,8 +107,3 @@ def test_resumed_run_keeps_its_choices(recipe, tmp_path):
     assert weights[0].name == weights[1].name, "the name holds the checksum"
     with pytest.raises(RunError, match=r"training\.precision 'bfloat16' → 'float32'"):
         train(with_(recipe, "training", precision="float32"), tmp_path / "cut")
-
-
-def test_resumed_run_may_change_its_cache(recipe, tmp_path):
-    killed_at(5, with_(recipe, "data", cache="pixels"), tmp_path / "run")
-    assert train(with_(recipe, "data", cache="none"), tmp_path / "run")["epochs"] == 3

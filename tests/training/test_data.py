@@ -13,7 +13,11 @@ from proximetry.models import Embedder
 from proximetry.training import RecipeError, RunError
 from proximetry.training.distributed import World
 from proximetry.training.reporting import Display
-from proximetry.training.sources.base import cache_sizes, make_augmentation, make_sampler
+from proximetry.training.sources.base import (
+    cache_sizes,
+    make_sampler,
+    open_catalog,
+)
 from proximetry.training.sources.images import ImageData
 from tests.training.tiny import with_
 
@@ -32,7 +36,7 @@ def preprocessing_of(recipe):
 
 def make_data(recipe, device="cpu", **world):
     here = World(device=torch.device(device), **world)
-    data = ImageData(recipe, preprocessing_of(recipe), here, Display())
+    data = ImageData(recipe, preprocessing_of(recipe), here, Display(), open_catalog(recipe))
     data.open_cache("pixels" if recipe.data.cache == "auto" else recipe.data.cache)
     return data
 
@@ -51,7 +55,7 @@ def makers(monkeypatch):
     return made
 
 
-def test_windows_are_drawn_in_the_thread_and_pixels_on_the_cpu_too(recipe, makers):
+def test_cpu_crops_are_made_in_a_thread_and_depend_on_the_batch_number(recipe, makers):
     data = make_data(recipe)
     batches = list(data.batches(0, 0))
     assert len(batches) == len(data.sampler) > 1
@@ -76,7 +80,7 @@ def stand_in_for_streams(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: nothing)
 
 
-def test_pixels_on_a_device_are_cut_by_whoever_asks(recipe, makers, monkeypatch):
+def test_gpu_crops_are_made_one_batch_ahead_in_the_main_thread(recipe, makers, monkeypatch):
     data = make_data(recipe)
     expected = list(data.batches(0, 0))
     makers.clear()
@@ -112,7 +116,7 @@ def test_pixels_on_a_device_are_cut_by_whoever_asks(recipe, makers, monkeypatch)
 
 @pytest.mark.parametrize("squash", [False, True])
 @pytest.mark.parametrize("short_side", [24, 20, 40, None])
-def test_evaluation_sees_the_files_whatever_the_training_cache_holds(recipe, short_side, squash):
+def test_evaluation_views_equal_preprocessed_files(recipe, short_side, squash):
     changes = {"data.short_side": short_side, "model.resize": 32, "model.squash": squash}
     recipe = recipe.override(changes)
     data = make_data(recipe)
@@ -138,19 +142,13 @@ def test_evaluation_sees_the_files_whatever_the_training_cache_holds(recipe, sho
     ],
     ids=str,
 )
-def test_what_images_are_scaled_to(recipe, changes, sizes):
+def test_cache_sizes(recipe, changes, sizes):
     recipe = recipe.override({"data.short_side": None, "model.resize": 32, **changes})
     assert cache_sizes(recipe, preprocessing_of(recipe)) == sizes
 
 
-def test_crops_have_the_shapes_of_the_recipe(recipe):
-    recipe = recipe.override({"data.crop_ratio": [0.5, 3.0], "data.crop_scale": [0.2, 0.9]})
-    crop, _ = make_augmentation(recipe.data, preprocessing_of(recipe))
-    assert (crop.ratio, crop.scale) == ((0.5, 3.0), (0.2, 0.9))
-
-
 @pytest.mark.parametrize("sampler", ["shuffled", "streamed", "balanced"])
-def test_a_batch_larger_than_the_images_is_told(recipe, sampler):
+def test_batch_larger_than_the_training_set_is_noted(recipe, sampler):
     recipe = with_(recipe, "data", sampler=sampler, batch_size=36, images_per_class=4)
     data = make_data(recipe)
     assert (len(data.rows["train"]), data.notes[1:]) == (36, [])
@@ -186,7 +184,8 @@ def test_ranks_that_read_different_images_stop(recipe, monkeypatch):
 
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     more = set()
-    data = ImageData(recipe, preprocessing_of(recipe), Rank(size=2), Display())
+    catalog = open_catalog(recipe)
+    data = ImageData(recipe, preprocessing_of(recipe), Rank(size=2), Display(), catalog)
     data.open_cache("pixels")
     more = {("class00/1.png", "cannot be opened: Too many open files")}
     message = r"some processes can read images that others cannot: class00/1\.png: cannot be opened"
@@ -194,7 +193,7 @@ def test_ranks_that_read_different_images_stop(recipe, monkeypatch):
         data.open_cache("pixels")
 
 
-def test_too_little_memory_on_the_gpu_is_one_sentence(recipe, monkeypatch):
+def test_pixels_that_exceed_gpu_memory_name_the_remedy(recipe, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 10, 1 << 30))
     message = r"data\.cache gpu: the pixels need .* use data\.cache pixels or none"
     with pytest.raises(RunError, match=message):
@@ -238,7 +237,7 @@ def test_batches_on_the_gpu(recipe):
     assert torch.cuda.memory_allocated() == before
 
 
-def test_colors_change_the_pixels_and_nothing_else(recipe):
+def test_color_jitter_changes_pixels_only(recipe):
     plain = make_data(recipe)
     colored = make_data(with_(recipe, "data", color_jitter=0.4, hue=0.2, grayscale=0.3))
     for (pixels, labels), (changed, same) in zip(

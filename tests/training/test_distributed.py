@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from proximetry import losses
-from proximetry.training.distributed import (
-    average_gradients, gather, join_processes, process_group
-)
+from proximetry.losses.distributed import gather_with_gradient as gather
+from proximetry.training.distributed import average_gradients, join_processes, process_group
 world = join_processes("cpu")
 torch.manual_seed(0)
 x, y = torch.randn(10, 6, dtype=torch.float64), torch.randint(0, 5, (10,))
@@ -34,7 +33,7 @@ for name in losses.LOSSES:
     if hasattr(loss, "step"):
         loss.step.zero_()
     shared = DistributedDataParallel(net)
-    value = loss(gather(shared(x[mine]), world), gather(y[mine], world))
+    value = loss(gather(shared(x[mine])), gather(y[mine]))
     value.backward()
     average_gradients(loss.parameters(), world)
     got = [p.grad for p in [*net.parameters(), loss.proxies.weight]]

@@ -10,7 +10,7 @@ from PIL import Image
 
 from proximetry.data import Catalog
 from proximetry.models import Embedder
-from proximetry.training import RunError, RunFolder, train
+from proximetry.training import RunError, train
 from proximetry.training.reporting import PlainDisplay
 from proximetry.training.sources.base import divide
 from tests.training.tiny import make_recipe
@@ -138,15 +138,6 @@ def test_split_val_of_two_classes_is_used(tmp_path, cache):
     results = train(recipe_for(root, cache), tmp_path / "run")
     assert results["protocol"] == "held_out"
     assert results["selected"]["held_out"]["queries"] == 2
-
-
-def test_protocol_last(tmp_path, cache):
-    """The advice of a recipe that stops early does not lead in a circle."""
-    root = make_classes(tmp_path / "images", [4] * 12)
-    recipe = recipe_for(root, cache).override({"evaluation.protocol": "last"})
-    results = train(recipe, tmp_path / "run")
-    assert len(Embedder.load(RunFolder(tmp_path / "run").embedder).class_names) == 12
-    assert [note for note in results["notes"] if "training.stop_after 6 has no effect" in note]
 
 
 def divided(images, fraction=0.2):

@@ -16,7 +16,6 @@ from proximetry.models.pca import moments_of_few
 from proximetry.recipe.loading import shipped_recipes
 from proximetry.training import (
     Recipe,
-    RecipeError,
     RunError,
     RunFolder,
     evaluator,
@@ -26,7 +25,7 @@ from proximetry.training.evaluator import Evaluator, evaluate_embedder
 from proximetry.training.reporting import AMONG_TRAIN, describe_epoch, metrics_table
 from proximetry.training.sources.base import divide
 from tests.training.ranks import RUN, Ranks
-from tests.training.runs import assert_same_run, killed_at, observed
+from tests.training.runs import observed
 from tests.training.tiny import make_images, make_recipe, with_
 
 
@@ -125,13 +124,6 @@ def test_pca_to_more_dimensions_than_images(reduced, tmp_path, monkeypatch):
     assert train(recipe, tmp_path / "run", device="cpu") == results, "and resumes"
 
 
-def test_killed_run_with_pca_resumes_bit_exact(reduced, tmp_path):
-    train(reduced, tmp_path / "whole", device="cpu")
-    killed_at(5, reduced, tmp_path / "part")
-    train(reduced, tmp_path / "part", resume=True, device="cpu")
-    assert_same_run(tmp_path / "whole", tmp_path / "part")
-
-
 @pytest.mark.slow
 def test_pca_on_two_ranks_equals_one(server, reduced, tmp_path):
     reduced = with_(reduced, "model", freeze_batchnorm=True)  # else each sees its own share
@@ -148,26 +140,6 @@ def test_pca_on_two_ranks_equals_one(server, reduced, tmp_path):
     assert one == pytest.approx(two, abs=0.05)
     heads = [Embedder.load(tmp_path / name / "embedder").head for name in ("one", "two")]
     assert torch.allclose(heads[0].weight, heads[1].weight, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model.pca_dim": 13}, "model.pca_dim 13 is more than dim 12"),
-        ({"model.pca_dim": 0}, "model.pca_dim must be greater than or equal to 1, got 0"),
-        ({"model.pca_dim": None, "model.whitening": 0.25}, r"whitening"),
-        ({"model.whitening": 1.5}, r"model\.whitening must be less than or equal to 1, got 1\.5"),
-        ({"model.tta_crops": [0.5, 1]}, r"model\.tta_crops\.1 must be less than 1, got 1"),
-        ({"model.tta_crops": 17 * [0.5]}, r"tta_crops.* 16"),
-        ({"evaluation.eval_dims": [5]}, r"eval_dims must differ"),
-        ({"evaluation.eval_dims": [0]}, r"eval_dims.0 must be greater than or equal to 1"),
-        ({"evaluation.eval_dims": [2, 2]}, r"evaluation.eval_dims must differ"),
-        ({"evaluation.select_by": "recall@3"}, r"select_by 'recall@3' is not computed"),
-    ],
-)
-def test_invalid_dimensions_are_rejected(reduced, changes, message):
-    with pytest.raises(RecipeError, match=message):
-        reduced.override(changes)
 
 
 SIZES = sorted(

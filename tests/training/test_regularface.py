@@ -9,8 +9,7 @@ from PIL import Image
 from proximetry.losses import AngularCenterLoss, ExclusiveRegularizer
 from proximetry.recipe.schema import LossConfig
 from proximetry.training import Callback, Recipe, RecipeError, shipped_recipes, train
-from proximetry.training.objective import Objective
-from tests.training.tiny import make_recipe
+from proximetry.training.step import Objective
 
 RECIPES = [name for name in shipped_recipes() if name.startswith("regularface/")]
 
@@ -131,8 +130,3 @@ def test_square_faces_are_rejected_with_advice(tmp_path, cache):
     message = r"too few for a crop of 112×96; use a short side of 112 \(model.resize\)"
     with pytest.raises(ValueError, match=message):
         train(recipe, tmp_path / "run", device="cpu")
-
-
-def test_unknown_optimization_is_rejected():
-    with pytest.raises(RecipeError, match=r"loss\.optimization is 'projection'"):
-        make_recipe("x", "y", loss={"optimization": "projection"})

@@ -211,8 +211,6 @@ def test_untrained_is_the_first_row_of_the_table():
         "last epoch (3), test",
         "selected epoch (2), held-out",
     ]
-    del results["untrained"]
-    assert next(iter(result_rows(results))) == "last epoch (3), held-out"
 
 
 @pytest.mark.parametrize(

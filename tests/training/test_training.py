@@ -474,6 +474,8 @@ def test_every_loss_trains(images, cache, tmp_path, name):
         {"training": {"precision": "bfloat16", "epochs": 1}},
         {"training": {"ema": 0.99, "epochs": 2}},
         {"model": {"layer_norm": True, "normalize": False, "freeze_batchnorm": True}},
+        {"model": {"bits": 16, "dim": 16}},
+        {"model": {"dim": 12, "pca_dim": 5, "whitening": 0.5}},
         {"model": {"backbone": "test_resnet", "drop_path": 0.5}, "training": {"epochs": 1}},
         {"evaluation": {"protocol": "last"}},
     ],
@@ -624,11 +626,6 @@ def test_loss_that_is_not_finite_raises(recipe, tmp_path):
 def test_unusable_run_folders_are_rejected(recipe, tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    (tmp_path / "others" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "others" / "checkpoints" / "epoch=3.ckpt").write_text("of another program")
-    for name in ("mine", "others"):
-        with pytest.raises(RunError, match="is not empty"):
-            train(recipe, tmp_path / name)
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(RunError, match="file is a file"):
@@ -709,16 +706,6 @@ def test_recipe_can_change_before_the_first_checkpoint(recipe, tmp_path):
     assert Recipe.load(out / "recipe.yaml").optimizer == corrected.optimizer
 
 
-def test_bad_images_raise_or_are_skipped(images, cache, tmp_path):
-    copy = shutil.copytree(images, tmp_path / "images")
-    (copy / "class00" / "broken.png").write_bytes(b"not an image")
-    with pytest.raises(ValueError, match=r"broken.png"):
-        train(make_recipe(copy, cache, training={"epochs": 1}), tmp_path / "run")
-    recipe = make_recipe(copy, cache, training={"epochs": 1}, data={"bad_images": "skip"})
-    results = train(recipe, tmp_path / "run2")
-    assert any("broken.png" in note for note in results["notes"])
-
-
 def test_optimizer_state_keeps_memory_format(tmp_path):
     """A fused optimizer goes through memory: state laid out otherwise would be another's."""
     layer = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
@@ -792,15 +779,12 @@ def test_untrained_evaluation_does_not_change_training(recipe, tmp_path, monkeyp
     assert still["last"]["held_out"] == results["untrained"]["held_out"]
 
 
-def test_saturated_metric_is_reported_once(recipe, tmp_path, monkeypatch, capsys):
+def test_saturated_metric_is_reported(recipe, tmp_path, monkeypatch, capsys):
     observed(monkeypatch, [0.9, 1.0, 0.9, 1.0])
     recipe = with_(with_(recipe, "training", epochs=4), "evaluation", select_by="recall@1")
     message = f"held-out recall@1 {AMONG_TRAIN} is 100 %: the metric is saturated"
-    killed_at(13, recipe, tmp_path / "run")
     results = train(recipe, tmp_path / "run", display=PlainDisplay())
     assert message in results["notes"]
-    assert message not in capsys.readouterr().out, "reported before the kill"
-    train(recipe, tmp_path / "whole", display=PlainDisplay())
     assert capsys.readouterr().out.count(message) == 1
     best = with_(recipe, "training", epochs=1)  # 90 % is a figure like any other
     notes = train(best, tmp_path / "other")["notes"]
@@ -822,18 +806,17 @@ def test_embedder_is_saved_after_each_selected_epoch(recipe, tmp_path, monkeypat
     assert saved == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "kept", ["checkpoints/epoch=3.ckpt", "notes.txt", "tensorboard/mine.txt", "wandb/mine.txt"]
-)
-def test_fresh_start_keeps_other_files(recipe, tmp_path, kept):
+def test_fresh_start_keeps_other_files(recipe, tmp_path):
     recipe = with_(recipe, "training", epochs=1)
     out = tmp_path / "run"
     train(recipe, out)
     (out / "wandb" / "run-20261117-abc").mkdir(parents=True)
     (out / "wandb" / "latest-run").symlink_to("run-20261117-abc")
-    (out / kept).write_text("mine")
+    names = ("checkpoints/epoch=3.ckpt", "notes.txt", "tensorboard/mine.txt", "wandb/mine.txt")
+    for name in names:
+        (out / name).write_text("mine")
     train(with_(recipe, "optimizer", lr=0.5), out, resume=False)
-    assert (out / kept).read_text() == "mine"
+    assert [(out / name).read_text() for name in names] == ["mine"] * 4
     assert [*out.glob("wandb/*run*")] == []
 
 

@@ -197,10 +197,6 @@ def test_unsupported_keys_are_rejected_before_decoding(images, tmp_path):
                 attempt(recipe, tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
     assert not cache.exists()
-    with pytest.raises(ValueError, match="lora_alpha needs lora_rank"):
-        recipe_for(images, cache, model={"lora_alpha": 4})
-    with pytest.raises(ValueError, match=r"optimizer\.layer_decay must be less than or equal to 1"):
-        recipe_for(images, cache, optimizer={"layer_decay": 1.5})
 
 
 def test_rotary_positions_train_on_smaller_crops(images, cache, tmp_path):

@@ -350,19 +350,3 @@ def test_frozen_features_are_those_of_evaluation(images, cache, tmp_path, change
     ]
     assert found[0] == found[1]
     assert_same_run(tmp_path / "none", tmp_path / "pixels")
-
-
-def test_frozen_backbone_rejects_trainable_pooling():
-    with pytest.raises(RecipeError, match="needs pooling gem"):
-        Recipe.load({"model": {"freeze_backbone": True, "pooling": "gem-learned"}})
-    with pytest.raises(RecipeError, match="drop_path"):
-        Recipe.load({"model": {"freeze_backbone": True, "drop_path": 0.2}})
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("freeze_backbone", True), ("flip_tta", True), ("tta_crops", [0.9]), ("drop_path", 0.2)],
-)
-def test_image_keys_are_rejected_for_vectors(key, value):
-    with pytest.raises(RecipeError, match=f"{key} is for images; backbone vectors takes vectors"):
-        Recipe.load({"model": {"backbone": "vectors", key: value}})

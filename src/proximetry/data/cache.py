@@ -445,12 +445,6 @@ def _file_digest(file: str) -> str:
     return ""
 
 
-def file_sizes(catalog: Catalog) -> str:
-    """Return a digest of the sizes of all image files, which copying does not change."""
-    sizes = np.ascontiguousarray(_file_states(catalog)[:, 0])
-    return hashlib.blake2b(sizes.tobytes(), digest_size=12).hexdigest()
-
-
 def cache_home(root: Root = None) -> Path:
     """Return the folder of pixel caches: the given one, or the user's."""
     return cache_folder() / "pixels" if root is None else Path(root)

@@ -62,19 +62,15 @@ def choose(
     *,
     images: int,
     storage: StorageFacts | None,
-    kept: str = "",
+    origin: str = "",
 ) -> tuple[Recipe, list[str]]:
     """Replace every ``auto``; return the recipe, and lines that describe the choices.
 
-    Args:
-        recipe: its explicit values stay, possible or not.
-        device: what it runs on.
-        images: number of training images.
-        storage: available space; None if ``data.cache`` does not apply.
-        kept: then, a description of where rows are read from.
+    Explicit values stay, possible or not. ``storage`` is None where ``data.cache`` does not apply;
+    ``origin`` then describes where the rows are read from. ``images`` is the number to train on.
     """
     training, before = recipe.training, flatten(recipe.to_dict())
-    cache, source = ("none", kept) if storage is None else _choose_cache(recipe, device, storage)
+    cache, source = ("none", origin) if storage is None else _choose_cache(recipe, device, storage)
     if recipe.model.freeze_backbone:
         source = f"features from memory ({source})"
 

@@ -142,53 +142,39 @@ def merge(
     dimensions those that do not fit, a frozen backbone its stochastic depth. In a ``whole`` recipe,
     unlike in overrides of one, a missing key has its default.
     """
-    merged, update = overlay({}, values), overlay({}, changes)
-    model, new = _section(merged, "model"), _section(update, "model")
-    if new.get("bits") is not None:
-        for key in ("dim", "pca_dim", "whitening"):
-            model.pop(key, None)
-        _section(merged, "evaluation").pop("eval_dims", None)
-    if {"dim", "pca_dim"} & new.keys():
-        _reset_dimensions(merged, update, whole)
-    if new.get("image_size") is not None and _differs(merged, update, "model.image_size", whole):
-        model.pop("resize", None)
-        for key in ("crop_size", "short_side"):
-            _section(merged, "data").pop(key, None)
-    if new.get("freeze_backbone"):
-        model.pop("drop_path", None)
-    if _differs(merged, update, "loss.name", whole):
-        _section(merged, "loss").pop("settings", None)
-    merged = overlay(merged, update)
-    bits = _section(merged, "model").get("bits")
-    if whole and type(bits) is int and 1 <= bits <= LARGEST_BITS:
-        merged["model"].setdefault("dim", bits)  # one dimension per bit
-    return merged
+    old, new = (flatten(overlay({}, part)) for part in (values, changes))
 
+    def differs(key: str) -> bool:
+        return key in new and (whole or key in old) and new[key] != old.get(key, DEFAULTS[key])
 
-def _reset_dimensions(merged: dict[str, Any], update: dict[str, Any], whole: bool) -> None:
-    """Remove PCA and `eval_dims` that do not fit the new dimensions."""
-    model, new = _section(merged, "model"), _section(update, "model")
-    dim, pca_dim = new.get("dim"), model.get("pca_dim")
-    no_pca = "pca_dim" in new and new["pca_dim"] is None
-    if "pca_dim" not in new and type(dim) is int and type(pca_dim) is int:
-        no_pca = dim <= pca_dim and _differs(merged, update, "model.dim", whole)
+    def reset(*keys: str) -> None:
+        for key in keys:
+            old.pop(key, None)
+
+    if new.get("model.bits") is not None:
+        reset("model.dim", "model.pca_dim", "model.whitening", "evaluation.eval_dims")
+    dim, pca_dim = new.get("model.dim"), old.get("model.pca_dim")
+    no_pca = "model.pca_dim" in new and new["model.pca_dim"] is None
+    if "model.pca_dim" not in new and type(dim) is int and type(pca_dim) is int:
+        no_pca = dim <= pca_dim and differs("model.dim")
     if no_pca:
-        model.pop("pca_dim", None)
-        model.pop("whitening", None)
-    width = new.get("pca_dim", model.get("pca_dim")) or new.get("dim", model.get("dim"))
-    evaluation = _section(merged, "evaluation")
-    dims = evaluation.get("eval_dims")
-    if type(width) is int and isinstance(dims, list | tuple):
-        evaluation["eval_dims"] = [d for d in dims if type(d) is not int or d < width]
-
-
-def _differs(merged: dict[str, Any], update: dict[str, Any], key: str, whole: bool) -> bool:
-    """Return whether an update changes a key of `DEFAULTS`, as far as its old value is known."""
-    section, _, name = key.partition(".")
-    before, after = _section(merged, section), _section(update, section)
-    if name not in after or not (whole or name in before):
-        return False
-    return bool(after[name] != before.get(name, DEFAULTS[key]))
+        reset("model.pca_dim", "model.whitening")
+    after, dims = {**old, **new}, old.get("evaluation.eval_dims")
+    width = after.get("model.pca_dim") or after.get("model.dim")
+    resized = "model.dim" in new or "model.pca_dim" in new
+    if resized and type(width) is int and isinstance(dims, list | tuple):
+        old["evaluation.eval_dims"] = [d for d in dims if type(d) is not int or d < width]
+    if new.get("model.image_size") is not None and differs("model.image_size"):
+        reset("model.resize", "data.crop_size", "data.short_side")
+    if new.get("model.freeze_backbone"):
+        reset("model.drop_path")
+    if differs("loss.name"):
+        reset("loss.settings")
+    merged = overlay(overlay({}, old), changes)
+    bits, model = new.get("model.bits", old.get("model.bits")), merged.get("model")
+    if whole and type(bits) is int and 1 <= bits <= LARGEST_BITS and isinstance(model, dict):
+        model.setdefault("dim", bits)  # one dimension per bit
+    return merged
 
 
 def resets(values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[str]:
@@ -222,18 +208,12 @@ def overlay(
     return values
 
 
-def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a section of nested values; an invalid one is rejected later."""
-    section = values.get(name)
-    return section if isinstance(section, dict) else {}
-
-
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested plain values by their dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and name not in _DICTIONARIES:
+        if isinstance(value, Mapping) and value and name not in _DICTIONARIES:
             flat |= flatten(value, f"{name}.")
         else:
             flat[name] = value

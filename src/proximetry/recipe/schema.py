@@ -20,7 +20,6 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
-    field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -80,6 +79,7 @@ Dim = Annotated[Count, Field(le=LARGEST_DIM)]
 Bits = Annotated[Count, Field(multiple_of=8, le=LARGEST_BITS)]
 Setting = bool | Whole | Number | str
 Text = Annotated[str, AfterValidator(_check_text)]
+UserPath = Annotated[Text, AfterValidator(os.path.expanduser)]
 # These may be "auto" until `auto.choose` sets a value, before anything computes with it.
 AutoCount = Annotated[Count, WrapValidator(_or_auto)]
 AutoFlag = Annotated[Flag, WrapValidator(_or_auto)]
@@ -101,18 +101,11 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def _reject(*checks: tuple[Any, str]) -> None:
-    """Raise the message of the first check whose condition holds."""
-    for wrong, message in checks:
-        if wrong:
-            raise ValueError(message)
-
-
 class DataConfig(Section):
     """Images, augmentation and batches."""
 
     dataset: str = _key("folder", "a dataset that `proximetry datasets` lists")
-    root: Text | None = _key(None, "path of the images; glyphs need none", role="path")
+    root: UserPath | None = _key(None, "path of the images; glyphs need none", role="path")
     columns: dict[str, Text] = _key(
         {}, "names of a table's columns that differ from ours: path=file,label=category"
     )
@@ -149,17 +142,12 @@ class DataConfig(Section):
         "disk; gpu also copies the pixels to GPU memory; auto chooses by the available space",
         role="runtime",
     )
-    cache_dir: Text | None = _key(
+    cache_dir: UserPath | None = _key(
         None, "folder of the pixel cache; null takes the user's cache folder", role="path"
     )
     bad_images: Literal["error", "skip"] = _key(
         "error", "stop at missing or unreadable images, or skip and list them"
     )
-
-    @field_validator("root", "cache_dir")
-    @classmethod
-    def _expand_home(cls, path: str | None) -> str | None:
-        return None if path is None else str(Path(path).expanduser())
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -190,8 +178,7 @@ class ModelConfig(Section):
     dim: Dim = _key(DEFAULTS["model.dim"], "dimension of the embedding; with bits, their number")
     bits: Bits | None = _key(
         None,
-        "train binary codes of this many bits for Hamming distance: the signs of the dimensions "
-        "after subtracting the training mean (folded into the head)",
+        "train binary codes of this many bits: signs about the training mean (in the head)",
     )
     pca_dim: Dim | None = _key(
         None, "reduce the trained embedding with PCA of the training images (folded into the head)"
@@ -256,7 +243,7 @@ class ModelConfig(Section):
             if self.backbone in VECTOR_BACKBONES and getattr(self, key):
                 raise ValueError(f"{key} is for images; backbone {self.backbone} takes vectors")
         frozen, pca, bits = self.freeze_backbone, self.pca_dim, self.bits
-        _reject(
+        for wrong, message in (
             ((pca or 0) > self.dim, f"pca_dim {pca} is more than dim {self.dim}"),
             (self.whitening and not pca, f"whitening {self.whitening} needs pca_dim"),
             (self.lora_alpha and not self.lora_rank, "lora_alpha needs lora_rank"),
@@ -266,7 +253,9 @@ class ModelConfig(Section):
             (bits and self.dim != bits, f"dim {self.dim} and bits {bits} disagree"),
             (bits and pca, f"pca_dim {pca} and bits {bits} exclude each other"),
             (len(self.tta_crops) > MOST_TTA_CROPS, f"tta_crops has more than {MOST_TTA_CROPS}"),
-        )
+        ):
+            if wrong:
+                raise ValueError(message)
         return self
 
 
@@ -441,7 +430,7 @@ class Recipe(Section):
         computed = [name for name in evaluation.metrics.names() if name not in COUNTS]
         binary = self.model.bits is not None
         plateau = self.schedule.name == "plateau"
-        _reject(
+        for wrong, message in (
             (
                 evaluation.select_by not in computed,
                 f"evaluation.select_by {shown(evaluation.select_by)} is not computed; choose one "
@@ -462,7 +451,9 @@ class Recipe(Section):
                 "schedule.name plateau needs a selection metric, which evaluation.protocol last "
                 "lacks; choose another schedule.name, such as step",
             ),
-        )
+        ):
+            if wrong:
+                raise ValueError(message)
         return self
 
     @classmethod

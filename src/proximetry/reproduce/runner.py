@@ -36,8 +36,8 @@ from proximetry.reproduce.table import (
     RunsFailedError,
     Table,
 )
-from proximetry.training.callbacks import FOLLOW_PARENT, Stopped
 from proximetry.training.evaluator import evaluate_embedder
+from proximetry.training.loop import FOLLOW_PARENT, Stopped
 from proximetry.training.run_folder import RunFolder
 from proximetry.training.sources.base import divide
 

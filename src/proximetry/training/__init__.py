@@ -15,9 +15,10 @@ from proximetry.recipe.loading import RecipeError, shipped_recipes  # noqa: E402
 from proximetry.recipe.schema import Recipe  # noqa: E402
 
 if TYPE_CHECKING:
-    from proximetry.training.callbacks import Callback, Stopped
+    from proximetry.training.callbacks import Callback
     from proximetry.training.distributed import RankError
     from proximetry.training.evaluator import evaluate_embedder
+    from proximetry.training.loop import Stopped
     from proximetry.training.run import train
     from proximetry.training.run_folder import RunError, RunFolder
 
@@ -39,9 +40,10 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        "callbacks": ("Callback", "Stopped"),
+        "callbacks": ("Callback",),
         "evaluator": ("evaluate_embedder",),
         "distributed": ("RankError",),
+        "loop": ("Stopped",),
         "run": ("train",),
         "run_folder": ("RunError", "RunFolder"),
     },

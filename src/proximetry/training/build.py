@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from proximetry._util.errors import UsageError, need
-from proximetry.data import VectorCatalog
+from proximetry.data import Catalog, VectorCatalog
 from proximetry.kernels.layers import fuse
 from proximetry.losses import parameter_groups
 from proximetry.models import Embedder, freeze_batchnorm
@@ -23,16 +24,14 @@ from proximetry.models.backbones import (
     takes_one_size,
 )
 from proximetry.models.lora import add_lora
-from proximetry.models.names import VECTOR_BACKBONES, Similarity
+from proximetry.models.names import OWN, VECTOR_BACKBONES, Similarity
 from proximetry.recipe.auto import choose
 from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe
 from proximetry.training.checkpoint import RunError, TrainState
-from proximetry.training.custom import Components, check_input_kind
 from proximetry.training.distributed import World, device_facts
 from proximetry.training.evaluator import Evaluator, check_input
 from proximetry.training.loop import Run, Stopwatch
-from proximetry.training.objective import Objective
 from proximetry.training.reporting import Display
 from proximetry.training.run_folder import RunFolder
 from proximetry.training.schedule import LearningRates
@@ -40,7 +39,7 @@ from proximetry.training.sources.base import TrainingData, open_catalog
 from proximetry.training.sources.images import ImageData
 from proximetry.training.sources.torch_dataset import DatasetData, TorchDatasets
 from proximetry.training.sources.vectors import CachedFeatures, VectorData
-from proximetry.training.step import Updater
+from proximetry.training.step import Objective, Updater
 
 Report = Callable[[str], None]
 
@@ -55,6 +54,15 @@ _TRAINING_KEYS = {
     "lora_rank",
     "lora_alpha",
 }
+
+
+@dataclass(frozen=True)
+class Components:
+    """Custom data, embedder and loss; None for those of the recipe."""
+
+    data: Catalog | TorchDatasets | None = None
+    embedder: Embedder | None = None
+    loss: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -81,83 +89,92 @@ def build(
     # A graph that was explicitly set has to be recorded; one that is "auto" may fail.
     on_graph_failure = None if recipe.training.cuda_graph is True else report
     embedder, data = make_data(recipe, context)
-    try:
-        images = len(data.rows["train"])
-        recipe, choices = choose(
-            recipe, device_facts(world), images=images, storage=data.storage, kept=data.kept
-        )
-        for line in choices:
-            report(line)
-        if open_cache:
+    images = len(data.rows["train"])
+    storage = world.first(lambda: data.storage)
+    recipe, choices = choose(
+        recipe, device_facts(world), images=images, storage=storage, origin=data.origin
+    )
+    for line in choices:
+        report(line)
+    if open_cache:
+        data.open_cache(recipe.data.cache)
+        if recipe.model.freeze_backbone:
+            data = CachedFeatures(data, embedder, context.display)
             data.open_cache(recipe.data.cache)
-            if recipe.model.freeze_backbone:
-                images_source, data = data, CachedFeatures(data, embedder, context.display)
-                images_source.close()
-                data.open_cache(recipe.data.cache)
-        elif recipe.model.freeze_backbone:
-            data.stage = "features"
-        on_cuda = world.device.type == "cuda"
-        if on_cuda:  # no slower here, and the same in every run
-            torch.backends.cudnn.deterministic = True
-            embedder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        graph = bool(recipe.training.cuda_graph) and on_cuda
-        graph = graph and world.size == recipe.training.accumulate == 1
-        if graph:
-            fuse(embedder)
-        loss = copy.deepcopy(context.components.loss)
-        objective = Objective(recipe.loss, data.class_names, embedder.dim, loss).to(world.device)
-        updater = Updater(
-            recipe,
-            embedder,
-            objective,
-            make_optimizer(recipe.optimizer, embedder, objective),
-            world,
-            graph=graph,
-            on_graph_failure=on_graph_failure,
-            stage=data.stage,
-        )
-        evaluated = embedder if updater.average is None else updater.average
-        initial = [group["lr"] for group in updater.optimizer.param_groups]
-        return Run(
-            recipe=recipe,
-            folder=folder,
-            world=world,
-            data=data,
-            updater=updater,
-            evaluator=Evaluator(recipe, evaluated, data, graph, on_graph_failure),
-            rates=LearningRates(recipe.schedule, recipe.training.epochs, initial),
-            clock=clock,
-            state=TrainState(
-                loss_sum=torch.zeros((), dtype=torch.float64, device=world.device),
-                bad_step=torch.full((), -1, dtype=torch.long, device=world.device),
-            ),
-            report=report,
-            choices=choices,
-        )
-    except BaseException:
-        data.close()
-        raise
+    elif recipe.model.freeze_backbone:
+        data.stage = "features"
+    on_cuda = world.device.type == "cuda"
+    if on_cuda:  # no slower here, and the same in every run
+        torch.backends.cudnn.deterministic = True
+        embedder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    graph = bool(recipe.training.cuda_graph) and on_cuda
+    graph = graph and world.size == recipe.training.accumulate == 1
+    if graph:
+        fuse(embedder)
+    loss = copy.deepcopy(context.components.loss)
+    objective = Objective(recipe.loss, data.class_names, embedder.dim, loss).to(world.device)
+    updater = Updater(
+        recipe,
+        embedder,
+        objective,
+        make_optimizer(recipe.optimizer, embedder, objective),
+        world,
+        graph=graph,
+        on_graph_failure=on_graph_failure,
+        stage=data.stage,
+    )
+    evaluated = embedder if updater.average is None else updater.average
+    initial = [group["lr"] for group in updater.optimizer.param_groups]
+    return Run(
+        recipe=recipe,
+        folder=folder,
+        world=world,
+        data=data,
+        updater=updater,
+        evaluator=Evaluator(recipe, evaluated, data, graph, on_graph_failure),
+        rates=LearningRates(recipe.schedule, recipe.training.epochs, initial),
+        clock=clock,
+        state=TrainState(
+            loss_sum=torch.zeros((), dtype=torch.float64, device=world.device),
+            bad_step=torch.full((), -1, dtype=torch.long, device=world.device),
+        ),
+        report=report,
+        choices=choices,
+    )
 
 
 def make_data(recipe: Recipe, context: RunContext) -> tuple[Embedder, TrainingData]:
     """Make the embedder and its training data, whose cache is not open yet."""
     world, display, components = context.world, context.display, context.components
     source = components.data
+    for argument, key, name in (
+        ("embedder", "model.backbone", recipe.model.backbone),
+        ("loss", "loss.name", recipe.loss.name),
+    ):
+        if name.startswith(OWN) and getattr(components, argument) is None:
+            raise RecipeError(f"{key} {name!r} is custom. Pass it in Python: train({argument}=…)")
     if isinstance(source, TorchDatasets):
         catalog = source.catalog(display)
     elif source is not None:
         catalog = source
     else:
         catalog = open_catalog(recipe, partial(display.progress, "scanning images"))
-    check_input_kind(recipe, catalog)
     torch.manual_seed(recipe.training.seed)
     embedder = copy.deepcopy(components.embedder)
     if embedder is None:
         width = catalog.vectors.shape[1] if isinstance(catalog, VectorCatalog) else None
+        if (width is not None) != (recipe.model.backbone in VECTOR_BACKBONES):
+            taken, there = ("vectors", "images") if width is None else ("images", "vectors")
+            raise RecipeError(
+                f"{catalog.root} contains {there}, but model.backbone {recipe.model.backbone} "
+                f"takes {taken}. Use another model.backbone: `vectors` takes vectors."
+            )
         embedder = make_embedder(
             recipe.model, recipe.evaluation.similarity, display.message, input_dim=width
         )
     else:
+        if not isinstance(source, TorchDatasets):
+            check_input(embedder, catalog)
         embedder.keep_frozen()
         _apply_training_keys(embedder, recipe.model, display.message)
     embedder.to(world.device)
@@ -166,7 +183,6 @@ def make_data(recipe: Recipe, context: RunContext) -> tuple[Embedder, TrainingDa
     if isinstance(source, TorchDatasets):
         data = DatasetData(recipe, source, catalog, embedder, world, display=display)
         return embedder, data
-    check_input(embedder, catalog)
     if isinstance(catalog, VectorCatalog):
         if embedder.takes_images:
             raise UsageError(f"the embedder takes images, but {catalog.root} contains vectors")
@@ -260,15 +276,9 @@ def make_optimizer(
         layer_decay=o.layer_decay,
         require_proxies=False,
     )
-    if objective.learns_as_proxies:  # the parameters of a custom loss
-        own, split = {*objective.loss.parameters()}, []
-        for group in groups:
-            rates = (False, group["lr"]), (True, o.lr * o.proxy_multiplier)
-            for is_own, lr in rates:
-                named = group["name"] == "loss"
-                members = [p for p in group["params"] if (named and p in own) == is_own]
-                split += [{**group, "params": members, "lr": lr}] if members else []
-        groups = split
+    for group in groups:
+        if group["name"] == "loss" and objective.learns_as_proxies:
+            group["lr"] = o.lr * o.proxy_multiplier
     if not groups:
         raise RunError("nothing to train: the model has no parameters and the loss no proxies")
     # One launch for all parameters on a GPU; the plain form on the CPU.

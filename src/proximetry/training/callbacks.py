@@ -1,11 +1,6 @@
-"""Callbacks of a run, and requests to stop it: Ctrl-C, SIGTERM, a parent that is gone."""
+"""Callbacks of a run."""
 
-import os
-import signal
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from proximetry._util.errors import closest, shown
@@ -14,13 +9,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from proximetry.training.loop import Run
-
-FOLLOW_PARENT = "PROXIMETRY_FOLLOW_PARENT"
-"""Environment variable: the id of a parent process; the run stops when that process is gone."""
-
-
-class Stopped(Exception):  # noqa: N818
-    """A run that was stopped and saved, and how to resume it."""
 
 
 class Callback:
@@ -56,13 +44,12 @@ class Callback:
 EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
-def check_callbacks(callbacks: object) -> Sequence[Any]:
+def check_callbacks(callbacks: object) -> list[Any]:
     """Return callbacks; reject other objects, and methods that would never be called."""
     if not isinstance(callbacks, Iterable) or isinstance(callbacks, str):
         raise TypeError(f"callbacks must be a list of callbacks, got {shown(callbacks)}")
     checked = list(callbacks)
     for callback in checked:
-        name = type(callback).__name__
         if isinstance(callback, type):
             raise TypeError(f"callback {callback.__name__} is a class: write {callback.__name__}()")
         methods = [method for method in dir(callback) if method.startswith("on_")]
@@ -70,56 +57,6 @@ def check_callbacks(callbacks: object) -> Sequence[Any]:
             raise TypeError(f"no callback: {shown(callback)}. It has none of {', '.join(EVENTS)}")
         for method in methods:
             if method not in EVENTS:
-                hint = closest(method, EVENTS)
+                name, hint = type(callback).__name__, closest(method, EVENTS)
                 raise TypeError(f"callback {name}: {method} is never called{hint}")
     return checked
-
-
-class StopRequests:
-    """Whether a run was requested to stop, when called."""
-
-    def __init__(self) -> None:
-        self._requested = False
-        self._parent = os.environ.get(FOLLOW_PARENT)
-        self._message: str | None = None
-
-    def __call__(self) -> bool:
-        """Return whether a signal arrived or the parent to follow is gone."""
-        return self._requested or self._parent not in (None, str(os.getppid()))
-
-    def request(self) -> None:
-        """Request a stop; raise `Stopped` within `immediate`."""
-        self._requested = True
-        if self._message is not None:
-            raise Stopped(self._message)
-
-    @contextmanager
-    def immediate(self, message: str) -> Iterator[None]:
-        """Raise `Stopped` with this message on a request, where nothing is lost by it."""
-        if self():
-            raise Stopped(message)
-        self._message = message
-        try:
-            yield
-        finally:
-            self._message = None
-
-
-@contextmanager
-def stop_requests() -> Iterator[StopRequests]:
-    """Turn the first SIGINT and SIGTERM into a stop request; restore the handlers at the end."""
-    requests = StopRequests()
-    before: dict[int, Any] = {}
-
-    def catch(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, before[number])
-        requests.request()
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, catch)
-    try:
-        yield requests
-    finally:
-        for caught, handler in before.items():
-            signal.signal(caught, handler)

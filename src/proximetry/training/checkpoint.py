@@ -6,12 +6,10 @@ header, and a checksum of all its bytes. It can be loaded on any number of proce
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +19,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proximetry._util.errors import some, spaced
+from proximetry._util.errors import some
 from proximetry._util.files import (
     CHECKSUM,
     SEAL,
@@ -31,7 +29,6 @@ from proximetry._util.files import (
     parse_json,
     sealed,
 )
-from proximetry.data import Catalog
 from proximetry.recipe.loading import differences
 from proximetry.recipe.schema import Recipe
 
@@ -181,52 +178,13 @@ def _check_same(path: Path, plain: dict[str, Any], run: Run) -> None:
     changed = differences(Recipe.load(plain["recipe"]).essence(), run.recipe.essence())
     if changed:
         raise CheckpointError(path, f"is of a run with another recipe: {', '.join(changed)}")
-    now = run.data.fingerprint
-    check_same_images(run.folder.path, plain["images"], now)
+    check_same_images(run.folder.path, plain["images"], run.data.fingerprint)
     epoch, batch, step = (plain["state"][name] for name in ("epoch", "batch", "step"))
     length = len(run.data.sampler)
     if not 0 <= batch <= length or step != epoch * length + batch:
         raise CheckpointError(
             path, f"is damaged: step {step} is not batch {batch} of {length} in epoch {epoch}"
         )
-    known = _comparable(plain["images"]["contents"], now["contents"])
-    sizes = plain["images"].get("sizes"), now.get("sizes")
-    note = "some image files have another size than when the run started"
-    # No error: an unreadable image may have been replaced.
-    if not known and None not in sizes and sizes[0] != sizes[1] and note not in run.data.notes:
-        run.report(note)
-        run.data.notes.append(note)
-
-
-def _comparable(before: str | None, now: str | None) -> bool:
-    """Return whether both digests are known and of the same kind."""
-    return before is not None and now is not None and len(before) == len(now)
-
-
-def fingerprint(catalog: Catalog, contents: str | None, sizes: str | None = None) -> dict[str, Any]:
-    """Describe the images of a catalog in plain values that `check_same_images` compares.
-
-    Args:
-        catalog: the images.
-        contents: the digest of the image files, where it is known.
-        sizes: the digest of the sizes of the files in bytes.
-    """
-
-    def digest(lines: Iterable[str]) -> str:
-        whole = hashlib.sha256()
-        for line in lines:
-            whole.update(line.encode("utf-8", "surrogateescape") + b"\0")
-        return whole.hexdigest()
-
-    roles = (catalog.labels, catalog.splits, catalog.queries, catalog.galleries)
-    return {
-        "classes": dict(sorted(Counter(catalog.labels).items())),
-        "splits": dict(sorted(Counter(catalog.splits).items())),
-        "rows": digest(repr(row) for row in zip(*filter(None, roles), strict=True)),
-        "paths": digest(map(repr, catalog.paths)),
-        "contents": contents,
-        "sizes": sizes,
-    }
 
 
 def check_same_images(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -234,28 +192,21 @@ def check_same_images(folder: Path, before: Mapping[str, Any], now: Mapping[str,
 
     Files that were moved or renamed are the same if their contents are.
     """
-    known = _comparable(before["contents"], now["contents"])
+    contents = before["contents"], now["contents"]
+    known = None not in contents and len({*map(len, contents)}) == 1  # digests of one kind
     if all(before[key] == now[key] for key in ("rows", "contents" if known else "paths")):
         return
-    old, new = before["classes"], now["classes"]
-    gone, added = ([name for name in a if name not in b] for a, b in ((old, new), (new, old)))
-    changes = [f"{len(gone)} missing classes ({some(gone)})"] if gone else []
-    changes += [f"{len(added)} new classes ({some(added)})"] if added else []
-    changed = [
-        f"{title} {name}: {now[key][name]} images instead of {count}"
-        for key, title in (("classes", "class"), ("splits", "split"))
-        for name, count in before[key].items()
-        if now[key].get(name, count) != count
+    changes = [
+        f"{title} {name}: {now[key].get(name, 0)} images instead of {before[key].get(name, 0)}"
+        for key, title in (("splits", "split"), ("classes", "class"))
+        for name in sorted({*before[key], *now[key]})
+        if before[key].get(name) != now[key].get(name)
     ]
-    changes += [some(changed, 3)] if changed else []
     if not changes:
         same_rows = before["rows"] == now["rows"]
         changes = ["other image files" if same_rows else "other classes or splits of images"]
-    total, previous = (spaced(sum(classes.values())) for classes in (new, old))
-    if total != previous:
-        changes.append(f"{total} images in total instead of {previous}")
     raise RunError(
-        f"the run in {folder} was started with other images: {', '.join(changes)}. Restore them, "
+        f"the run in {folder} was started with other images: {some(changes)}. Restore them, "
         "choose another folder, or start over with --fresh."
     )
 

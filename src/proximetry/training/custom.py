@@ -2,28 +2,18 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
 from torch import Tensor, nn
 
 from proximetry._util.errors import UsageError, shown
-from proximetry.data import Catalog, VectorCatalog
+from proximetry.data import Catalog
 from proximetry.models import Embedder
-from proximetry.models.names import OWN, VECTOR_BACKBONES
-from proximetry.recipe.loading import RecipeError
+from proximetry.models.names import OWN
 from proximetry.recipe.schema import AUTO, Recipe
-from proximetry.training.sources.torch_dataset import TorchDatasets, torch_datasets
-
-
-@dataclass(frozen=True)
-class Components:
-    """Custom data, embedder and loss; None for those of the recipe."""
-
-    data: Catalog | TorchDatasets | None = None
-    embedder: Embedder | None = None
-    loss: nn.Module | None = None
+from proximetry.training.build import Components
+from proximetry.training.sources.torch_dataset import torch_datasets
 
 
 def custom_components(
@@ -46,16 +36,7 @@ def custom_components(
     if loss is not None:
         loss = _as_module(loss)
         changes |= {"loss.name": f"{OWN}{type(loss).__name__}", "loss.settings": _settings(loss)}
-    for argument, key, name, component in (
-        ("data", "data.dataset", recipe.data.dataset, data),
-        ("embedder", "model.backbone", recipe.model.backbone, embedder),
-        ("loss", "loss.name", recipe.loss.name, loss),
-    ):
-        if name.startswith(OWN) and component is None:
-            raise RecipeError(
-                f"{key} {shown(name)} is a custom component. Pass it in Python: train({argument}=…)"
-            )
-    return (recipe.override(changes) if changes else recipe), Components(data, embedder, loss)
+    return recipe.override(changes), Components(data, embedder, loss)
 
 
 def _describe_embedder(recipe: Recipe, embedder: Any) -> dict[str, Any]:
@@ -118,20 +99,3 @@ def _settings(loss: nn.Module) -> dict[str, Any]:
         for name, value in values.items()
         if type(value) in (bool, str) or (type(value) in (int, float) and abs(value) < 1e9)
     }
-
-
-def check_input_kind(recipe: Recipe, catalog: Catalog) -> None:
-    """Reject vectors for a network that takes images, and the reverse."""
-    name = recipe.model.backbone
-    if name.startswith(OWN):
-        return
-    if isinstance(catalog, VectorCatalog) and name not in VECTOR_BACKBONES:
-        raise RecipeError(
-            f"{catalog.root} contains vectors, but model.backbone {name} takes images. Use the "
-            "recipe vectors, or model.backbone vectors."
-        )
-    if not isinstance(catalog, VectorCatalog) and name in VECTOR_BACKBONES:
-        raise RecipeError(
-            f"model.backbone {name} takes vectors, but the data are images. Use a .npz, .npy or "
-            ".parquet file of vectors."
-        )

@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from proximetry._util.errors import UsageError, shown
 from proximetry._util.machine import resolve_device
-from proximetry.losses.distributed import gather_with_gradient
 from proximetry.recipe.auto import DeviceFacts
 
 T = TypeVar("T")
@@ -48,6 +47,10 @@ class World:
     def leads(self) -> bool:
         """Whether this process writes files and prints."""
         return self.rank == 0
+
+    def share(self, total: int) -> slice:
+        """Return the part of ``total`` rows that belongs to this process, in the order of ranks."""
+        return slice(total * self.rank // self.size, total * (self.rank + 1) // self.size)
 
     def wait(self) -> None:
         """Wait for all processes."""
@@ -147,14 +150,6 @@ def _leave_group(error: BaseException | None) -> None:
     del group
 
 
-def gather(tensor: Tensor, world: World) -> Tensor:
-    """Concatenate the tensors of all ranks in the order of ranks, with their gradient.
-
-    The number of rows may differ between ranks.
-    """
-    return tensor if world.size == 1 else gather_with_gradient(tensor)
-
-
 def any_rank(flag: bool, world: World) -> bool:
     """Return whether the flag is set on any rank; all ranks get the same answer."""
     if world.size == 1:
@@ -179,7 +174,7 @@ def share_buffers(module: nn.Module, world: World) -> None:
 def average_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
     """Average the gradients of the losses, which DDP does not."""
     for parameter in parameters:
-        if world.size > 1 and parameter.grad is not None:
+        if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= world.size
 

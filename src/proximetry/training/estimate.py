@@ -12,14 +12,13 @@ import numpy as np
 import torch
 
 from proximetry._util.errors import first_few, readable_seconds, readable_size, spaced
-from proximetry.data.cache import cache_home, describe_copies, raise_unreadable
+from proximetry.data.cache import Bad, cache_home, describe_copies, raise_unreadable
 from proximetry.data.images import ImageError
 from proximetry.data.loader import decode, parallel_map
 from proximetry.models.embedder import extract_features
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.schema import Recipe
 from proximetry.training.build import RunContext, build, fit_crop_size
-from proximetry.training.custom import custom_components
 from proximetry.training.distributed import join_processes
 from proximetry.training.loop import Run
 from proximetry.training.reporting import Display
@@ -30,7 +29,7 @@ from proximetry.training.run import (
     preserve_torch_state,
 )
 from proximetry.training.run_folder import FIRST_STAGE, RunFolder, SavedRun
-from proximetry.training.sources.base import TrainingData, cache_sizes
+from proximetry.training.sources.base import cache_sizes
 from proximetry.training.sources.images import (
     ImageData,
     check_space,
@@ -63,10 +62,10 @@ class _Notes(Display):
 
 
 class _Decoded(NamedTuple):
-    """The result of decoding images: their number, paths and errors of bad ones, duplicates."""
+    """The number of decoded images, paths and errors of bad ones, and remarks on duplicates."""
 
     number: int = 0
-    bad: tuple[tuple[str, str], ...] = ()
+    bad: Bad = ()
     seconds_per_image: float = 0.0
     copies: tuple[str, ...] = ()
 
@@ -88,64 +87,64 @@ def dry_run(
     notes = _Notes(display if display is not None and world.leads else Display())
     with preserve_torch_state(world, out), notes.display:
         folder = RunFolder(Path(out))
+        replaces = not resume and folder.results.exists()
         if recipe.training.two_stages:
             notes.message("the estimate is for the first of two stages")
             check_stages_folder(folder.path)
             recipe, folder = first_stage(recipe), RunFolder(folder.path / FIRST_STAGE)
         recipe, saved = folder.resolve(recipe, resume)
-        custom_components(recipe, None, None, None)  # a recipe with custom ones needs Python
         run = build(recipe, folder, RunContext(world, notes, resume=resume), open_cache=False)
         if saved is not None:
             check_rows(saved, run.recipe, run.data.catalog)
         notes.lines.remove(run.choices[0])
-        replaces = not resume and (Path(out) / "results.json").exists()
-        return _estimate(run, saved, notes, replaces)
+        state, done = _progress(saved, run.recipe)
+        if replaces:
+            state = "new; the complete run there will be removed"
+        return _estimate(run, notes, state, run.recipe.training.epochs - done)
 
 
-def _estimate(run: Run, saved: SavedRun | None, notes: _Notes, replaces: bool) -> dict[str, Any]:
+def _progress(saved: SavedRun | None, recipe: Recipe) -> tuple[str, int]:
+    """Return the state of a saved run in words, and its complete epochs."""
+    if saved is None:
+        return "new", 0
+    if saved.checkpoint is None or saved.is_complete(recipe):
+        return "complete already", recipe.training.epochs
+    return "resumed", saved.checkpoint["state"]["epoch"]
+
+
+def _estimate(run: Run, notes: _Notes, state: str, epochs: int) -> dict[str, Any]:
+    """Return the expected costs of the epochs that are left."""
     embedder, data, images = run.updater.embedder, run.data, len(run.data.catalog)
     recipe = fit_crop_size(run.recipe, embedder)
     storage = data.storage
     if storage is None or recipe.data.cache == "none":
         storage = StorageFacts(0, 0, free_space(recipe), 0)
     check_space(recipe, storage.missing)
-    state, done = "new", 0
-    if replaces:
-        state = "new; the complete run there will be removed"
-    elif saved is not None and (saved.is_complete(recipe) or saved.checkpoint is None):
-        state, done = "complete already", recipe.training.epochs
-    elif saved is not None and saved.checkpoint is not None:
-        state, done = "resumed", saved.checkpoint["state"]["epoch"]
-    epochs = recipe.training.epochs - done
     # Before images are decoded, whose peak memory would hide that of a step.
     training_rate, evaluation_rate, memory = _measure(run, recipe)
     decoded = _Decoded()
     if isinstance(data, ImageData) and epochs:
         decoded = run.world.first(lambda: _decode(run, notes.display))
         if decoded.bad:
-            stage, readable = data.stage, without(data.catalog, decoded.bad)
-            data = ImageData(recipe, embedder.preprocessing, run.world, notes, readable)
-            data.stage = stage
-        for line in decoded.copies:
+            data.divide(without(data.catalog, decoded.bad))
+        for line in (*data.notes, *decoded.copies):
             notes.message(line)
     per_epoch = len(data.sampler) * min(recipe.data.batch_size, len(data.rows["train"]))
-    seconds = {"training": epochs * per_epoch / training_rate}
+    seconds = {"decoding": 0.0, "training": epochs * per_epoch / training_rate}
     on_the_fly = images * decoded.seconds_per_image if recipe.data.cache == "none" else 0.0
     if embedder.takes_images and data.stage == "features":
         pixels = torch.zeros(CPU_BATCH, 3, *embedder.preprocessing.crop, dtype=torch.uint8)
         pixels = pixels.to(run.world.device)
         rate = _rate(lambda step: extract_features(embedder, pixels), CPU_BATCH, run)
-        rows = sum(map(len, data.rows.values()))
-        seconds = {"features": max(on_the_fly, rows / rate), **seconds}
+        seconds["features"] = max(on_the_fly, sum(map(len, data.rows.values())) / rate)
     else:  # all cores decode while the network computes
         seconds["training"] = max(seconds["training"], epochs * on_the_fly)
-    decoding = 0.0
     if storage.missing:
         sizes = cache_sizes(recipe, embedder.preprocessing)
         twice = len(second_cache(recipe, data.rows, images, sizes))
         share = storage.missing / storage.pixels
-        decoding = share * (images + twice) * decoded.seconds_per_image
-    evaluation = epochs and _images_evaluated(recipe, data, epochs) / evaluation_rate
+        seconds["decoding"] = share * (images + twice) * decoded.seconds_per_image
+    seconds["evaluation"] = epochs and _images_evaluated(run, epochs) / evaluation_rate
     return {
         "data": {
             name: {"images": len(rows), "classes": len(data.catalog.subset(rows).class_names)}
@@ -169,7 +168,7 @@ def _estimate(run: Run, saved: SavedRun | None, notes: _Notes, replaces: bool) -
         },
         "memory_bytes": memory + (storage.pixels if recipe.data.cache == "gpu" else 0),
         "images_per_second": training_rate,
-        "seconds": {"decoding": decoding, **seconds, "evaluation": evaluation},
+        "seconds": seconds,
     }
 
 
@@ -192,16 +191,16 @@ def _decode(run: Run, display: Display) -> _Decoded:
     return _Decoded(len(rows), bad, seconds / len(rows), tuple(copies))
 
 
-def _images_evaluated(recipe: Recipe, data: TrainingData, epochs: int) -> int:
+def _images_evaluated(run: Run, epochs: int) -> int:
     """Return the number of images in all evaluations of these epochs, first and last included."""
-    counts = {name: len(rows) for name, rows in data.rows.items()}
+    recipe, rows = run.recipe, run.data.rows
     fitted = recipe.model.pca_dim is not None or recipe.model.bits is not None
-    e, pca = recipe.evaluation, counts["train"] if fitted else 0
-    watched = counts["test"] if data.protocol == "paper" or e.watch_test else 0
-    watched += counts["held_out"] if data.protocol == "held_out" else 0
-    tested = e.final_test or data.protocol == "paper"
-    final = counts["held_out"] + counts["test"] * tested
-    passes = (1 + e.untrained) * (final + pca) if final else pca
+    pca = len(rows["train"]) if fitted else 0
+    watched, final = (
+        sum(len(rows[split]) for split in splits)
+        for splits in (run.watched_splits(), run.final_splits())
+    )
+    passes = (1 + recipe.evaluation.untrained) * (final + pca) if final else pca
     return math.ceil(epochs / recipe.evaluated_every(watched > 0)) * (watched + pca) + passes
 
 
@@ -267,19 +266,12 @@ def describe(document: dict[str, Any]) -> str:
         if data[name]["images"]
     ]
     if document["decoded"]:
-        line = f"all {_count(document['decoded'], 'image')} decoded to check them"
-        if document["decoded"] < document["images"]:
-            line = f"{spaced(document['decoded'])} images decoded to check them, evenly spaced"
+        counts.append(f"{_count(document['decoded'], 'image')} decoded to check them")
         skipped = [f"skipped {reason}" for reason in document["skipped"]]
-        counts += [line, *first_few(skipped, "the document of --json")]
+        counts += first_few(skipped, "the document of --json")
     missing, seconds = cache["missing_bytes"], document["seconds"]
     size = readable_size(missing) if missing else "nothing"
-    parts = [
-        f"{what} {readable_seconds(seconds[what])}"
-        + (f" ({document['images_per_second']:.3g} images/s)" if what == "training" else "")
-        for what in seconds
-        if seconds[what] or what in ("training", "evaluation")
-    ]
+    storage = [f"{size} to decode, {readable_size(cache['free_bytes'])} free"]
     m, side = recipe.model, document["image_size"]
     dim = f"{document['dim']}{'-d' if m.bits is None else ' bits'}"
     lines = {
@@ -292,19 +284,14 @@ def describe(document: dict[str, Any]) -> str:
         "weights": [document["weights"]],
         "device": [document["device"].removeprefix("on ")],
         "folder": [f"{document['folder']['path']} ({document['folder']['state']})"],
-        "cache": [
-            f"{size} to decode, {readable_size(cache['free_bytes'])} free",
-            f"in {cache['folder']}",
-        ],
+        "cache": ["none"] if recipe.data.cache == "none" else [*storage, f"in {cache['folder']}"],
         "memory": [f"about {readable_size(document['memory_bytes'])}"],
+        "speed": [f"{document['images_per_second']:.3g} images/s in training"],
         "time": [
-            f"about {readable_seconds(sum(seconds.values()))}: {', '.join(parts[:2])}"
-            + ("," if parts[2:] else ""),
-            *([", ".join(parts[2:])] if parts[2:] else []),
+            f"about {readable_seconds(sum(seconds.values()))}",
+            *(f"{what} {readable_seconds(part)}" for what, part in seconds.items() if part),
         ],
     }
-    if recipe.data.cache == "none":
-        lines["cache"] = ["none"]
     text = [
         f"{'' if number else name:9}{line}"
         for name, several in lines.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from proximetry.models.names import Similarity
 from proximetry.models.pca import centered, moments_of_few, principal_axes, second_moments, with_pca
 from proximetry.recipe.schema import EvaluationConfig, Recipe
 from proximetry.training.checkpoint import RunError
-from proximetry.training.distributed import any_rank, share_buffers
+from proximetry.training.distributed import World, any_rank, share_buffers
 from proximetry.training.query_gallery import check_comparison, compared, with_needed_roles
 from proximetry.training.sources.base import Rows, TrainingData
 from proximetry.training.step import autocast
@@ -107,32 +108,15 @@ def evaluate_embedder(
         progress: called with (done, total) while images are embedded and neighbors searched.
     """
     metrics = metrics or Metrics()
-    return means(score_embedder(embedder, catalog, metrics, eval_dims, batch_size, progress)[0])
-
-
-def score_embedder(
-    embedder: Embedder,
-    catalog: Catalog,
-    metrics: Metrics,
-    eval_dims: Sequence[int],
-    batch_size: int | None,
-    progress: Progress | None,
-    *,
-    vectors: Tensor | None = None,
-) -> tuple[Scored, dict[str, Any]]:
-    """Score every query as `evaluate_embedder` does; also return the arguments of the metrics.
-
-    With ``vectors``, the embeddings of the images, nothing is embedded.
-    """
     check_comparison(catalog, metrics)
-    if vectors is None:
-        vectors = encode_catalog(embedder, catalog, batch_size, progress)
+    vectors = encode_catalog(embedder, catalog, batch_size, progress)
     catalog, similarity = with_needed_roles(catalog), embedder.architecture.similarity
     binary = embedder.architecture.binary
-    scored = score_queries(
-        vectors, catalog, similarity, metrics, eval_dims, binary=binary, progress=progress
+    return means(
+        score_queries(
+            vectors, catalog, similarity, metrics, eval_dims, binary=binary, progress=progress
+        )
     )
-    return scored, compared(vectors, catalog, similarity)
 
 
 def leakage_warnings(embedder: Embedder, catalog: Catalog) -> list[str]:
@@ -223,29 +207,52 @@ class Evaluated(NamedTuple):
     embedder: Embedder
 
 
+@dataclass
 class Evaluator:
     """Evaluates a run's embedder on its held-out classes and its test set.
 
     Embeddings are those that the saved embedder gives for the image files.
+
+    Attributes:
+        recipe: the recipe of the run.
+        trained: the embedder that is trained, or its moving average.
+        data: of the run.
+        graph: whether the network runs as a CUDA graph.
+        on_graph_failure: called with the reason if the graph cannot be recorded; None raises.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        embedder: Embedder,
-        data: TrainingData,
-        graph: bool,
-        on_graph_failure: Callable[[str], None] | None = None,
-    ) -> None:
-        self.recipe, self.data, self.world = recipe, data, data.world
-        self._trained = embedder
-        if recipe.model.lora_rank is not None:
-            embedder = plain_twin(embedder)
-        self.embedder = embedder
-        self._group = dist.group.WORLD if self.world.size > 1 else None
-        self._labels = np.asarray(data.catalog.labels)
-        features = self._plain_features = partial(extract_features, embedder, stage=data.stage)
-        self._features = GraphedInference(features, on_graph_failure) if graph else features
+    recipe: Recipe
+    trained: Embedder
+    data: TrainingData
+    graph: bool
+    on_graph_failure: Callable[[str], None] | None = None
+
+    @cached_property
+    def embedder(self) -> Embedder:
+        """The embedder that is evaluated and saved: the trained one, with LoRA its plain twin."""
+        return self.trained if self.recipe.model.lora_rank is None else plain_twin(self.trained)
+
+    @property
+    def world(self) -> World:
+        """The processes of the run."""
+        return self.data.world
+
+    @cached_property
+    def _labels(self) -> npt.NDArray[np.str_]:
+        return np.asarray(self.data.catalog.labels)
+
+    @cached_property
+    def _plain_features(self) -> Callable[[Tensor], Tensor]:
+        return partial(extract_features, self.embedder, stage=self.data.stage)
+
+    @cached_property
+    def _features(self) -> Callable[[Tensor], Tensor]:
+        features = self._plain_features
+        return GraphedInference(features, self.on_graph_failure) if self.graph else features
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD if self.world.size > 1 else None
 
     def evaluate(self, splits: Sequence[str], *, full_precision: bool = False) -> Evaluated:
         """Evaluate the current weights, in the precision of training or in float32.
@@ -275,8 +282,8 @@ class Evaluator:
 
     def _merge(self) -> None:
         """Merge the trained LoRA weights into the network that is evaluated and saved."""
-        if self._trained is not self.embedder:
-            merge_lora(self._trained, self.embedder)
+        if self.trained is not self.embedder:
+            merge_lora(self.trained, self.embedder)
 
     def _score(self, vectors: Tensor, split: str) -> Scores:
         e, rows = self.recipe.evaluation, self.data.rows[split]
@@ -297,8 +304,7 @@ class Evaluator:
 
     def _share(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the part that this process embeds, in the order of ranks."""
-        rank, size = self.world.rank, self.world.size
-        return rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]
+        return rows[self.world.share(len(rows))]
 
     def _search_among_train(self, vectors: Tensor, distractors: Tensor) -> Scores:
         """Return the metric that selects the epoch, with training images as distractors.

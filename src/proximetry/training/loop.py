@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -13,7 +16,6 @@ from torch import nn
 
 from proximetry.data.images import ImageError
 from proximetry.recipe.schema import Recipe
-from proximetry.training.callbacks import Stopped, StopRequests
 from proximetry.training.checkpoint import RunError, TrainState, link_checkpoints, save_state
 from proximetry.training.distributed import World, any_rank
 from proximetry.training.evaluator import Evaluated, Evaluator
@@ -21,7 +23,6 @@ from proximetry.training.results import (
     early_stop,
     evaluate_final,
     evaluate_untrained,
-    saturation,
     save_embedder,
     selection_value,
 )
@@ -30,8 +31,54 @@ from proximetry.training.schedule import LearningRates
 from proximetry.training.sources.base import TrainingData
 from proximetry.training.step import Updater
 
+FOLLOW_PARENT = "PROXIMETRY_FOLLOW_PARENT"
+"""Environment variable: the id of a parent process; the run stops when that process is gone."""
 RESUME = "The same command (without --fresh) resumes it."
 Phase = Literal["startup", "training", "evaluation", "other"]
+
+
+class Stopped(Exception):  # noqa: N818
+    """A run that was stopped and saved, and how to resume it."""
+
+
+@dataclass
+class StopRequests(AbstractContextManager[Any]):
+    """Within the context, turns the first SIGINT and SIGTERM into a request to stop the run."""
+
+    requested: bool = False
+    _message: str | None = None
+    _handlers: dict[int, Any] = field(default_factory=dict)
+
+    def __enter__(self) -> StopRequests:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._handlers[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def __call__(self) -> bool:
+        """Return whether a signal arrived or the parent to follow is gone."""
+        return self.requested or os.environ.get(FOLLOW_PARENT) not in (None, str(os.getppid()))
+
+    def _handle(self, number: int, frame: object) -> None:
+        signal.signal(number, self._handlers[number])
+        self.requested = True
+        if self._message is not None:
+            raise Stopped(self._message)
+
+    @contextmanager
+    def immediate(self, message: str) -> Iterator[None]:
+        """Raise `Stopped` with this message on a request, where nothing is lost by it."""
+        if self():
+            raise Stopped(message)
+        self._message = message
+        try:
+            yield
+        finally:
+            self._message = None
 
 
 class Stopwatch:
@@ -77,7 +124,7 @@ class Run:
     choices: Sequence[str] = ()
     """What the ``auto`` values of the recipe became, in lines for people."""
     callbacks: Sequence[Any] = ()
-    stop_requested: StopRequests = field(default_factory=StopRequests)
+    stop_requests: StopRequests = field(default_factory=StopRequests)
     stopping: bool = False
     finishing: bool = False
 
@@ -144,11 +191,8 @@ class Run:
         if selection is None:
             return True
         split, metric = selection
-        was_saturated = saturation(self)
         improved = self.state.observe(selection_value(evaluated.scores[split], metric))
         self.rates.observe(improved, self.state.epoch - 1)
-        if (note := saturation(self)) and not was_saturated:
-            self.report(note)
         return self.state.best_epoch == self.state.epoch
 
     def notify(self, event: str, *values: Any) -> None:
@@ -166,7 +210,7 @@ class Run:
         if self.world.size > 1:
             return nullcontext()
         message = f"stopped {when} of the run in {self.folder.path}. {RESUME}"
-        return self.stop_requested.immediate(message)
+        return self.stop_requests.immediate(message)
 
     def check_finite(self, *, weights: bool = False) -> None:
         """Raise if a loss was not finite, with its step and images; waits for the device.
@@ -190,12 +234,12 @@ class Run:
             if sums and not torch.isfinite(torch.stack(sums).sum()):
                 problem = f"the weights are not finite after step {self.state.step}"
         if problem:
-            last = next(iter(self.folder.checkpoints()), None)
+            last = self.folder.last
             raise RunError(
                 f"training diverged: {problem}. Try a smaller --optimizer.lr (now "
                 f"{self.recipe.optimizer.lr:g}), --optimizer.clip-norm or --training.precision "
                 "float32, in another folder or with --fresh."
-                + (f" The last good checkpoint is {last}." if last else "")
+                + (f" The last good checkpoint is {last}." if last.exists() else "")
             )
 
 
@@ -265,7 +309,7 @@ def train_epoch(run: Run) -> dict[str, Any]:
             if within and checkpoint_steps and state.step % checkpoint_steps == 0:
                 save_state(run)
             run.notify("on_step_end", loss)
-            if any_rank(run.stopping or run.stop_requested(), run.world):
+            if any_rank(run.stopping or run.stop_requests(), run.world):
                 clock.enter("other")
                 save_state(run)
                 run.notify("on_stop")

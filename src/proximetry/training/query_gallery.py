@@ -58,13 +58,8 @@ def compared(
 ) -> dict[str, Any]:
     """Return the arguments of `metrics.evaluate` for the embeddings of a catalog.
 
-    All images against all, or the queries against the gallery. Row numbers exclude self-matches.
-
-    Args:
-        vectors: the embeddings, one for each row of the catalog.
-        catalog: the images, with the roles they need (`with_needed_roles`).
-        similarity: of embeddings.
-        rows: row numbers, if the catalog is one process's share of a larger one.
+    All images against all, or the queries against the gallery. Row numbers exclude self-matches;
+    a catalog that is one process's share of a larger one needs ``rows``, its numbers there.
     """
     labels = np.asarray(catalog.labels)  # names: codes would differ between processes
     if catalog.queries is None:
@@ -119,8 +114,7 @@ def check_comparison(catalog: Catalog, metrics: Metrics) -> list[str]:
         raise ValueError(reason)
     catalog = with_needed_roles(catalog)
     queries, gallery = _roles(catalog)
-    whole = metrics.one_set()
-    if catalog.queries is not None and whole:
+    if catalog.queries is not None and (whole := metrics.one_set()):
         raise ValueError(
             f"{whole} needs one set, but {catalog.root} has queries and a gallery. Remove {whole}, "
             "or the columns query and gallery."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 from torch import Tensor
 
 from proximetry._util.errors import printable, readable_seconds, shorten, spaced
-from proximetry._util.files import writing
+from proximetry._util.files import read_json, writing
 from proximetry.metrics.scores import CLUSTERING, COUNTS, ONE_SET
 from proximetry.recipe.loading import flatten
 
@@ -43,11 +43,12 @@ class Trackers(AbstractContextManager[Any]):
         if run.recipe.training.wandb:
             import wandb
 
+            # A resumed run keeps its id.
             self._run = wandb.init(
                 project=run.recipe.training.wandb,
                 config=run.recipe.to_dict(),
                 dir=str(run.folder.path),
-                id=run.folder.wandb_id(),
+                id=read_json(run.folder.environment, 10**6).get("id"),
                 resume="allow",
             )
 
@@ -136,7 +137,6 @@ class RichDisplay(PlainDisplay):
         )
         self._scores = self._loss = ""
         self._next_loss = 0
-        self._drawn = 0.0
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -152,45 +152,30 @@ class RichDisplay(PlainDisplay):
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Show the progress of a part of the preparation in the bar."""
-        if self._is_due() or done >= total:
-            self._progress.update(
-                self._task,
-                description=what,
-                completed=done,
-                total=total,
-                figures=f"{spaced(done)} of {spaced(total)}",
-                refresh=done == total,
-            )
-
-    def _is_due(self) -> bool:
-        """Return whether a tenth of a second has passed since the last time."""
-        now = time.monotonic()
-        due = now - self._drawn >= 0.1
-        self._drawn = now if due else self._drawn
-        return due
+        self._progress.update(
+            self._task,
+            description=what,
+            completed=done,
+            total=total,
+            figures=f"{spaced(done)} of {spaced(total)}",
+            refresh=done == total,
+        )
 
     def on_start(self, run: "Run") -> None:
-        """Set the length of the bar; the time left depends on its own speed."""
+        """Set the length of the bar."""
         steps = run.recipe.training.epochs * len(run.data.sampler)
         self._progress.reset(
             self._task, description="training", total=steps, completed=run.state.step, figures=""
         )
-        self._first = run.state.step
-        self._began: float | None = None
 
     def on_step_end(self, run: "Run", loss: Tensor) -> None:
-        """Update the bar, at most ten times a second."""
+        """Update the bar."""
         step = run.state.step
-        if self._began is None:  # the first step is slow
-            self._first, self._began = step, time.monotonic()
-        if not self._is_due():
-            return
         # Reading the loss from a GPU waits for it, so not at every step.
         if loss.device.type == "cpu" or step >= self._next_loss:
             self._loss, self._next_loss = f"loss {loss.item():.3f}  ", step + 20
         batch = min(run.recipe.data.batch_size, len(run.data.rows["train"]))
-        images = (step - self._first) * batch
-        rate = _rate(images / (self._drawn - self._began) if images else None)
+        rate = _rate(batch * (self._progress.tasks[0].speed or 0.0))
         self._progress.update(
             self._task,
             completed=step,

@@ -44,7 +44,7 @@ def evaluate_final(run: Run, evaluated: Evaluated | None) -> tuple[dict[str, Any
         "stopped_early": early_stop(run) or None,
         "drops": run.rates.drops,
         "weights": asdict(run.updater.embedder.weights),
-        "notes": [note for note in (*run.data.notes, saturation(run)) if note],
+        "notes": [*run.data.notes],
         "seconds": round(clock.seconds["training"], 3),
         "startup_seconds": round(clock.seconds["startup"], 3),
     }
@@ -67,7 +67,7 @@ def evaluate_final(run: Run, evaluated: Evaluated | None) -> tuple[dict[str, Any
         restore_best(run)
         selected = _evaluate(run)
         results["selected"] = {"epoch": state.best_epoch, **selected.scores}
-    for note in _no_improvement(run, results):
+    for note in _notes(run, results):
         run.report(note)
         results["notes"].append(note)
     return results, selected
@@ -94,14 +94,6 @@ def selection_value(scores: Scores, metric: str) -> float:
     return value
 
 
-def saturation(run: Run) -> str:
-    """Return a note if the selection metric is saturated, else ""."""
-    selection, value = run.selection(), run.state.best_value
-    if selection is None or value is None or value < SATURATED:
-        return ""
-    return f"{selection_title(*selection)} is {100 * value:.4g} %: the metric is saturated"
-
-
 def early_stop(run: Run) -> str:
     """Return why the run ended before its last epoch, "" if it did not."""
     state, selection = run.state, run.selection()
@@ -115,10 +107,14 @@ def early_stop(run: Run) -> str:
     )
 
 
-def _no_improvement(run: Run, results: dict[str, Any]) -> list[str]:
-    """Return a note for each split on which the run is no better than the untrained embedder."""
+def _notes(run: Run, results: dict[str, Any]) -> list[str]:
+    """Note a saturated selection metric, and splits without improvement over untrained."""
     before, after = results.get("untrained", {}), results["selected"]
     metric, notes = run.recipe.evaluation.select_by, []
+    selection, best = run.selection(), run.state.best_value
+    if selection is not None and best is not None and best >= SATURATED:
+        title = selection_title(*selection)
+        notes.append(f"{title} is {100 * best:.4g} %: the metric is saturated")
     for split in ("held_out", "test"):
         if split in before and split in after:
             was, now = (selection_value(scores[split], metric) for scores in (before, after))

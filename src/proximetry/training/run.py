@@ -18,13 +18,12 @@ from proximetry.kernels.cuda_graphs import ignore_stream_mismatch
 from proximetry.models import Embedder
 from proximetry.models.storage import SECOND_STAGE
 from proximetry.recipe.schema import Recipe
-from proximetry.training.build import RunContext, build
-from proximetry.training.callbacks import Callback, check_callbacks, stop_requests
+from proximetry.training.build import Components, RunContext, build
+from proximetry.training.callbacks import Callback, check_callbacks
 from proximetry.training.checkpoint import (
     CheckpointError,
     RunError,
     check_same_images,
-    fingerprint,
     link_checkpoints,
     restore_state,
 )
@@ -33,7 +32,7 @@ from proximetry.training.distributed import World, join_processes, process_group
 from proximetry.training.loop import Run, fit
 from proximetry.training.reporting import Display, Trackers
 from proximetry.training.run_folder import FIRST_STAGE, PlaceError, RunFolder, SavedRun
-from proximetry.training.sources.base import open_catalog
+from proximetry.training.sources.base import fingerprint, open_catalog
 
 
 def train(
@@ -74,8 +73,10 @@ def train(
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe must be a Recipe (see Recipe.load), got {type(recipe).__name__}")
-    callbacks = check_callbacks(callbacks)
-    recipe, components = custom_components(recipe, data, embedder, loss)
+    callbacks = check_callbacks(callbacks) if callbacks else ()
+    components = Components()
+    if any(part is not None for part in (data, embedder, loss)):
+        recipe, components = custom_components(recipe, data, embedder, loss)
     world = join_processes(device)
     shown = display if display is not None and world.leads else Display()
     context = RunContext(world, shown, callbacks, components, resume)
@@ -99,11 +100,11 @@ def _train_run(
         if first(folder.lock.exists):  # of an existing run: before hours of decoding
             first(lambda: folder.acquire(display.message))
         recipe, saved = first(lambda: folder.resolve(recipe, context.resume))
-        results = first(lambda: _complete_results(saved, recipe, context))
-        if results is not None:
-            return results
+        if saved is not None:
+            results = first(partial(_complete_results, saved, recipe, context))
+            if results is not None:
+                return results
         run = build(recipe, folder, context)  # validates; writes nothing to the folder
-        stack.callback(run.data.close)
         run.callbacks = [trackers, display, *context.callbacks]
         if first(lambda: folder.acquire(display.message)):  # another process may have been faster
             _, saved = first(lambda: folder.resolve(run.recipe, context.resume))
@@ -111,7 +112,7 @@ def _train_run(
             _resume(run, saved)
         else:
             _begin(run, context, second)
-        with trackers, stop_requests() as run.stop_requested:
+        with trackers, run.stop_requests:
             try:
                 return fit(run)
             except ImageError as error:
@@ -123,10 +124,10 @@ def _train_run(
 
 
 def _complete_results(
-    saved: SavedRun | None, recipe: Recipe, context: RunContext
+    saved: SavedRun, recipe: Recipe, context: RunContext
 ) -> dict[str, Any] | None:
     """Return the results of a complete run; raise if it was trained on other images."""
-    if saved is None or saved.results is None or not saved.is_complete(recipe):
+    if saved.results is None or not saved.is_complete(recipe):
         return None
     catalog, message = context.components.data, context.display.message
     if catalog is None:
@@ -145,7 +146,7 @@ def check_rows(saved: SavedRun, recipe: Recipe, catalog: Catalog) -> None:
     """Reject a catalog with other rows than those of the saved run."""
     if recipe.data.bad_images == "skip" or saved.checkpoint is None:
         return  # which images were skipped is not known before they are read
-    before, now = saved.checkpoint["images"], fingerprint(catalog, None)
+    before, now = saved.checkpoint["images"], fingerprint(catalog)
     if before["rows"] != now["rows"]:
         check_same_images(saved.path, before, now)
 
@@ -243,7 +244,7 @@ def preserve_torch_state(world: World, out: str | Path) -> Iterator[None]:
         with (
             torch.random.fork_rng(every_gpu),
             torch.cuda.device(current),
-            nullcontext() if world.device.type == "cpu" else ignore_stream_mismatch(),
+            ignore_stream_mismatch() if world.device.type == "cuda" else nullcontext(),
             process_group(world),
         ):
             yield

@@ -53,7 +53,7 @@ _FILES = {
     "checkpoints": ("last.safetensors", "epoch-*.safetensors", "best.safetensors"),
     "embedder": ("embedder.json", "embedder-*.safetensors"),
     "tensorboard": ("events.out.tfevents.*",),
-    "wandb": ("proximetry-id", "run-*", "offline-run-*", "latest-run", "debug*.log"),
+    "wandb": ("run-*", "offline-run-*", "latest-run", "debug*.log"),
 }
 _LARGEST_RESULTS = 100_000_000
 _COUNTERS = {"epoch", "batch", "step", "stale"}
@@ -307,14 +307,6 @@ class RunFolder:
         for file in (self.environment, self.recipe):
             file.unlink(missing_ok=True)
 
-    def wandb_id(self) -> str:
-        """Return the id of this run at Weights & Biases, which a resumed run keeps."""
-        file = self.path / "wandb" / "proximetry-id"
-        if not file.exists():
-            file.parent.mkdir(exist_ok=True)
-            atomic_write(file, uuid4().hex.encode())
-        return file.read_text(encoding="ascii")
-
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
         with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
@@ -357,7 +349,7 @@ class RunFolder:
 
 
 def describe_environment(seed: int, device: torch.device) -> dict[str, Any]:
-    """Return versions, seed, command, device and commit."""
+    """Return versions, seed, command, device and commit, and a random id of the run."""
     packages = {"proximetry": __version__}
     for name in ("torch", "torchvision", "timm", "numpy", "pillow"):
         with suppress(PackageNotFoundError):
@@ -375,6 +367,7 @@ def describe_environment(seed: int, device: torch.device) -> dict[str, Any]:
         commit = done.stdout.strip()
         git = {"commit": commit.removesuffix("-dirty"), "changed": commit.endswith("-dirty")}
     return {
+        "id": uuid4().hex,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
         "seed": seed,

@@ -1,7 +1,7 @@
 """One update of the weights: forward, loss over all processes, backward, optimizer."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -9,13 +9,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from proximetry import losses
+from proximetry._util.errors import UsageError
 from proximetry._util.tensors import chunks
 from proximetry.kernels.cuda_graphs import GraphedNetwork
+from proximetry.losses.distributed import gather_with_gradient
 from proximetry.models import Embedder
 from proximetry.models.embedder import Stage
-from proximetry.recipe.schema import Recipe
-from proximetry.training.distributed import World, average_gradients, gather
-from proximetry.training.objective import Objective
+from proximetry.recipe.loading import RecipeError
+from proximetry.recipe.schema import LossConfig, Recipe
+from proximetry.training.distributed import World, average_gradients
 from proximetry.training.sources.base import derive_seed
 
 _Pairs = tuple[list[Tensor], list[Tensor]]
@@ -28,6 +31,72 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
     dtype = getattr(torch, precision) if enabled else None
     # The cache of cast weights would outlive a CUDA graph that was recorded with it.
     return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+class Objective(nn.Module):
+    """Loss and added terms in one module with one state dictionary.
+
+    Class names are in the order of the labels; ``own`` is a custom loss that replaces the config's.
+    """
+
+    def __init__(
+        self,
+        config: LossConfig,
+        class_names: Sequence[str],
+        dim: int,
+        own: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.loss: nn.Module
+        pairs, n = config.name.removeprefix("pairs/"), len(class_names)
+        if own is not None:
+            self.loss = own
+        elif pairs != config.name:
+            self.loss = losses.PairLoss(pairs, dim=dim, **config.settings)  # type: ignore[arg-type]
+        else:
+            self.loss = losses.create(config.name, n, dim, **config.settings)
+        # The parameters of a custom loss have the learning rate of proxies.
+        self.learns_as_proxies = own is not None and not isinstance(own, losses.ProxyLoss)
+        proxies = None
+        if isinstance(self.loss, losses.ProxyLoss):
+            self.loss.check_labels = False  # they come from the catalog
+            proxies = self.loss.proxies
+            if (proxies.num_classes, proxies.dim) != (n, dim):
+                raise UsageError(
+                    f"loss {type(own).__name__} has {proxies.num_classes} classes and "
+                    f"{proxies.dim} dimensions, but the run has {n} training classes (without "
+                    f"held-out ones; evaluation.protocol last has none) and {dim} dimensions"
+                )
+            proxies.names = list(class_names)
+        self.proxies = proxies
+        self.projected = config.optimization == "projected"
+        for key, is_set in (
+            ("exclusive", config.exclusive),
+            ("angular_center", config.angular_center),
+            ("optimization", self.projected),
+        ):
+            if is_set and proxies is None:
+                raise RecipeError(f"loss.{key} needs proxies; loss {config.name} has none")
+        self.after_step()  # on the sphere from the start: the first step depends on their length
+        self.exclusive = losses.ExclusiveRegularizer(config.exclusive) if config.exclusive else None
+        self.angular_center = (
+            losses.AngularCenterLoss(config.angular_center) if config.angular_center else None
+        )
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Return the sum of the terms."""
+        ramp = self.loss.ramp() if isinstance(self.loss, losses.ProxyLoss) else 1.0
+        total: Tensor = self.loss(embeddings, labels)  # after which the ramp is the next step's
+        if self.exclusive is not None and self.proxies is not None:
+            total = total + ramp * self.exclusive(self.proxies)
+        if self.angular_center is not None and self.proxies is not None:
+            total = total + self.angular_center(embeddings, labels, self.proxies)
+        return total
+
+    def after_step(self) -> None:
+        """Project the proxies onto the unit sphere, if the recipe sets it."""
+        if self.projected and self.proxies is not None:
+            self.proxies.project_()
 
 
 class TrainingNetwork(nn.Module):
@@ -142,7 +211,7 @@ class Updater:
         torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank))
         self.optimizer.zero_grad(set_to_none=True)
         count = self.recipe.training.accumulate
-        all_labels = gather(labels, self.world)
+        all_labels = gather_with_gradient(labels) if self.world.size > 1 else labels
         if count == 1:
             loss = self._loss(self.network(pixels), all_labels, step)
         else:
@@ -156,14 +225,16 @@ class Updater:
                 again = self._embed_chunk(pixels[part], step, i)
                 again.backward(embeddings.grad[part])  # type: ignore[no-untyped-call]
         self.scaler.unscale_(self.optimizer)
-        average_gradients(self.objective.parameters(), self.world)
+        if self.world.size > 1:
+            average_gradients(self.objective.parameters(), self.world)
         return loss
 
     def _loss(self, embeddings: Tensor, labels: Tensor, step: int) -> Tensor:
         if self.world.size > 1:
             # All ranks compute the same loss, also one that draws random numbers.
             torch.manual_seed(derive_seed(self.recipe.training.seed, step))
-        loss: Tensor = self.objective(gather(embeddings, self.world), labels)
+            embeddings = gather_with_gradient(embeddings)
+        loss: Tensor = self.objective(embeddings, labels)
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach().double()
 

@@ -1,6 +1,8 @@
 """The data of a run: which rows train, select and test, and in which batches."""
 
+import hashlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ from proximetry.recipe.schema import DataConfig, Protocol, Recipe
 from proximetry.training.checkpoint import RunError
 from proximetry.training.distributed import World
 from proximetry.training.query_gallery import check_comparison, no_positives
+from proximetry.training.reporting import Display
 
 Rows = npt.NDArray[np.int64]
 
@@ -65,18 +68,20 @@ class TrainingData(ABC):
         notes: remarks on the data.
         fingerprint: identifies the rows when a run resumes.
         stage: the input of the embedder that batches are.
-        kept: where rows are read from, in words, if ``data.cache`` does not decide that.
+        origin: where rows are read from, in words, if ``data.cache`` does not decide that.
     """
 
     fingerprint: dict[str, Any]
     stage: Stage = "pixels"
-    kept = ""
+    origin = ""
 
-    def __init__(self, recipe: Recipe, catalog: Catalog, world: World) -> None:
-        self.world, self._recipe = world, recipe
-        self._divide(catalog)
+    def __init__(self, recipe: Recipe, catalog: Catalog, world: World, display: Display) -> None:
+        self.world, self._recipe, self._display = world, recipe, display
+        self.divide(catalog)
+        for note in self.notes:
+            display.message(note)
 
-    def _divide(self, catalog: Catalog, skipped: Sequence[str] = ()) -> None:
+    def divide(self, catalog: Catalog, skipped: Sequence[str] = ()) -> None:
         """Set the rows to train on and to evaluate; ``skipped`` are notes on unreadable images."""
         self.catalog = catalog
         self.rows, self.protocol, notes = divide(catalog, self._recipe)
@@ -106,17 +111,13 @@ class TrainingData(ABC):
     def open_cache(self, mode: str) -> None:
         """Open the cache that ``data.cache`` names."""
 
-    def close(self) -> None:  # noqa: B027
-        """Release what reads rows."""
-
     def _batch(self, epoch: int, number: int) -> Batch:
         chosen = self.sampler.batch(epoch, number)
         seed = derive_seed(self._recipe.training.seed, epoch, number)
-        rank, size, total = self.world.rank, self.world.size, len(chosen)
-        mine = slice(total * rank // size, total * (rank + 1) // size)
+        mine = self.world.share(len(chosen))
         labels = torch.from_numpy(self._codes[chosen[mine]])
-        rows = self.rows["train"][chosen]
-        return Batch(rows[mine], labels, mine, total, torch.Generator().manual_seed(seed))
+        rows = self.rows["train"][chosen[mine]]
+        return Batch(rows, labels, mine, len(chosen), torch.Generator().manual_seed(seed))
 
     def _filled(self, rows: Rows, batch_size: int) -> Rows:
         """Repeat the last row to fill the last batch on a GPU: a CUDA graph has one batch size."""
@@ -141,6 +142,27 @@ def open_catalog(recipe: Recipe, progress: Progress | None = None) -> Catalog:
     return open_dataset(d.dataset, d.root, columns=d.columns, allow_missing=skip, progress=progress)
 
 
+def fingerprint(catalog: Catalog, contents: str | None = None) -> dict[str, Any]:
+    """Describe the rows of a catalog in plain values that `check_same_images` compares.
+
+    ``contents`` is the digest of the image files, if it is known.
+    """
+    roles = (catalog.labels, catalog.splits, catalog.queries, catalog.galleries)
+    digests = []
+    for lines in (zip(*filter(None, roles), strict=True), catalog.paths):
+        digest = hashlib.sha256()
+        for line in lines:
+            digest.update(repr(line).encode("utf-8", "surrogateescape") + b"\0")
+        digests.append(digest.hexdigest())
+    return {
+        "classes": dict(sorted(Counter(catalog.labels).items())),
+        "splits": dict(sorted(Counter(catalog.splits).items())),
+        "rows": digests[0],
+        "paths": digests[1],
+        "contents": contents,
+    }
+
+
 FEWEST_CLASSES = 10
 """With fewer training classes none are held out."""
 FEWEST_HELD_OUT = 3
@@ -163,7 +185,7 @@ def divide(catalog: Catalog, recipe: Recipe) -> Division:
     """
     protocol, train = recipe.evaluation.protocol, catalog.rows("train", "all")
     rows = {"train": train, "held_out": catalog.rows("val"), "test": catalog.rows("test")}
-    notes = _drop_unusable_splits(catalog, rows, protocol)
+    titles, notes = {"held_out": "split val", "test": "split test"}, []
     part = catalog.subset(train)
     if len(part.class_names) < 2:
         raise RunError(
@@ -180,12 +202,18 @@ def divide(catalog: Catalog, recipe: Recipe) -> Division:
         if reason:
             protocol = "last"
             notes.append(f"{reason}: trained on all of them, the last epoch is saved")
-        chosen = set(names)
-        out = np.array([name in chosen for name in part.class_names], bool)[part.codes]
+        out = np.isin(part.class_names, names)[part.codes]
         rows["train"], rows["held_out"] = train[~out], train[out]
-        reason = no_positives(part.subset(out)) if out.any() else ""
+        titles["held_out"] = "the held-out classes"
+    for name, selects in (("held_out", "held_out"), ("test", "paper")):
+        if len(rows[name]) == 0:
+            continue
+        reason = _why_unusable(catalog.subset(rows[name]), titles[name], recipe)
+        if reason and protocol == selects:
+            raise RunError(f"{reason}, to select an epoch. Or use evaluation.protocol last.")
         if reason:
-            raise RunError(f"in the held-out classes {reason}. Or use evaluation.protocol last.")
+            notes.append(f"{reason}: it is not evaluated")
+            rows[name] = rows[name][:0]
     if protocol == "last" and recipe.training.stop_after:
         notes.append(
             f"training.stop_after {recipe.training.stop_after} has no effect: without a metric "
@@ -196,12 +224,6 @@ def divide(catalog: Catalog, recipe: Recipe) -> Division:
             "evaluation.protocol paper needs a test set to select the epoch. Add one (a folder "
             "test/ or a column split), or use evaluation.protocol held_out."
         )
-    for name in ("held_out", "test"):
-        if len(rows[name]):
-            try:
-                check_comparison(catalog.subset(rows[name]), recipe.evaluation.metrics)
-            except ValueError as error:
-                raise RunError(str(error)) from error
     d, images = recipe.data, len(rows["train"])
     if d.batch_size > images:
         repeats = d.sampler == "balanced"
@@ -213,25 +235,17 @@ def divide(catalog: Catalog, recipe: Recipe) -> Division:
     return Division(rows, protocol, notes)
 
 
-def _drop_unusable_splits(catalog: Catalog, rows: dict[str, Rows], protocol: Protocol) -> list[str]:
-    """Empty the splits in which no query has a positive or a negative; return notes on them."""
-    notes = []
-    for name, split, selects in (("held_out", "val", "held_out"), ("test", "test", "paper")):
-        part = catalog.subset(rows[name])
-        images = np.bincount(part.codes)
-        if len(images) == 0:
-            continue
-        why = f"split {split} needs two classes, one of them with two images or more"
-        if len(images) > 1 and images.max() > 1:
-            reason = no_positives(part)
-            if not reason:
-                continue
-            why = f"in split {split} {reason}"
-        if protocol == selects:
-            raise RunError(f"{why}, to select an epoch. Or use evaluation.protocol last.")
-        notes.append(f"{why}: it is not evaluated")
-        rows[name] = rows[name][:0]
-    return notes
+def _why_unusable(part: Catalog, title: str, recipe: Recipe) -> str:
+    """Return why no query has a positive and a negative, "" if some have; check the metrics."""
+    if len(part.class_names) == 1 or np.bincount(part.codes).max() == 1:
+        return f"{title} needs two classes, one of them with two images or more"
+    if reason := no_positives(part):
+        return f"in {title} {reason}"
+    try:
+        check_comparison(part, recipe.evaluation.metrics)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    return ""
 
 
 def _hold_out(train: Catalog, fraction: float) -> tuple[tuple[str, ...], str]:

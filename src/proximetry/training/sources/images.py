@@ -19,14 +19,13 @@ from proximetry._util.machine import available_memory, torch_pool
 from proximetry._util.tensors import chunks
 from proximetry.data import Catalog, CenterCrop, PixelCache
 from proximetry.data.augment import ColorChanges, recolor
-from proximetry.data.cache import cache_home, estimate, file_sizes, unreadable_images
-from proximetry.data.images import Interpolation, Size
+from proximetry.data.cache import Bad, cache_home, estimate, unreadable_images
+from proximetry.data.images import Size
 from proximetry.data.loader import ImageLoader, Pixels
 from proximetry.data.resample import Windows
 from proximetry.models import Preprocessing
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.schema import Recipe
-from proximetry.training.checkpoint import fingerprint
 from proximetry.training.distributed import World
 from proximetry.training.reporting import Display
 from proximetry.training.run_folder import RunError
@@ -34,8 +33,8 @@ from proximetry.training.sources.base import (
     Rows,
     TrainingData,
     cache_sizes,
+    fingerprint,
     make_augmentation,
-    open_catalog,
 )
 
 T = TypeVar("T")
@@ -60,25 +59,30 @@ class ImageData(TrainingData):
         preprocessing: Preprocessing,
         world: World,
         display: Display,
-        catalog: Catalog | None = None,
+        catalog: Catalog,
     ) -> None:
-        self._display = display
         self._filter = preprocessing.interpolation
         self._sizes = cache_sizes(recipe, preprocessing)
-        if catalog is None:
-            catalog = open_catalog(recipe, partial(display.progress, "looking for the images"))
-        super().__init__(recipe, catalog, world)  # validates, before hours of decoding
-        for note in self.notes:
-            display.message(note)
+        super().__init__(recipe, catalog, world, display)  # validates, before hours of decoding
         self._augment, self._colors = make_augmentation(recipe.data, preprocessing)
         self._view = CenterCrop(preprocessing.crop)
         self._stream: torch.cuda.Stream | None = None
 
     @cached_property
     def storage(self) -> StorageFacts:
-        """Facts for the choice of a cache."""
-        return self.world.first(
-            lambda: storage_facts(self._recipe, self.catalog, self.rows, self._sizes, self._filter)
+        """Facts for the choice of a cache; reads at most the headers of image files."""
+        recipe, catalog, (train_size, eval_size) = self._recipe, self.catalog, self._sizes
+        second = catalog.subset(second_cache(recipe, self.rows, len(catalog), self._sizes))
+        caches = [
+            estimate(part, size, recipe.data.cache_dir, interpolation=self._filter)
+            for part, size in ((catalog, train_size), (second, eval_size))
+            if len(part)
+        ]
+        return StorageFacts(
+            pixels=sum(size for _, size in caches),
+            missing=sum(size for there, size in caches if not there),
+            disk=free_space(recipe),
+            memory=available_memory(),
         )
 
     def open_cache(self, mode: str) -> None:
@@ -87,36 +91,44 @@ class ImageData(TrainingData):
         self._eval_source: PixelCache | ImageLoader
         train_size, eval_size = self._sizes
         if mode == "none":
-            d = self._recipe.data
-            if d.bad_images == "skip":
-                self._display.message(f"checking {spaced(len(self.catalog))} images once…")
-            bad = self.world.first(
-                lambda: unreadable_images(
-                    self.catalog,
-                    train_size,
-                    self._filter,
-                    d.bad_images,
-                    d.cache_dir,
-                    progress=partial(self._display.progress, "checking"),
-                )
-            )
-            self._exclude(without(self.catalog, bad) if bad else self.catalog, bad)
+            if bad := self.world.first(self._unreadable):
+                self._exclude(bad)
+            self.fingerprint = fingerprint(self.catalog)
             self._eval_rows = np.arange(len(self.catalog))
             self._source, self._eval_source = map(self._loader, self._sizes)
             return
         cache = self._build(self.catalog, train_size)
-        self._exclude(cache.catalog, cache.bad, cache.digest)
+        if cache.bad:
+            self._exclude(cache.bad)
+        self.fingerprint = fingerprint(self.catalog, cache.digest)
         # Evaluation sees what the saved embedder will see: image files resized once. Where training
         # resizes to another size, there is a second cache.
         second = second_cache(self._recipe, self.rows, len(self.catalog), self._sizes)
-        self._eval_rows = np.arange(len(self.catalog))
-        self._source = self._eval_source = self._move(cache, mode)
+        caches, self._eval_rows = [cache], np.arange(len(self.catalog))
         if len(second):
             self._eval_rows = np.full(len(self.catalog), -1)
             self._eval_rows[second] = np.arange(len(second))
-            self._eval_source = self._move(
-                self._build(self.catalog.subset(second), eval_size), mode
-            )
+            caches.append(self._build(self.catalog.subset(second), eval_size))
+        if mode == "gpu":
+            try:
+                caches = [cache.to(self.world.device) for cache in caches]
+            except ValueError as error:
+                raise RunError(f"data.cache gpu: {error}") from error
+        self._source, self._eval_source = caches[0], caches[-1]
+
+    def _unreadable(self) -> Bad:
+        """Return paths and errors of the images to skip, if the recipe sets that."""
+        d = self._recipe.data
+        if d.bad_images == "skip":
+            self._display.message(f"checking {spaced(len(self.catalog))} images once…")
+        return unreadable_images(
+            self.catalog,
+            self._sizes[0],
+            self._filter,
+            d.bad_images,
+            d.cache_dir,
+            progress=partial(self._display.progress, "checking"),
+        )
 
     def _build(self, catalog: Catalog, size: Size) -> PixelCache:
         recipe, d = self._recipe, self._recipe.data
@@ -161,24 +173,13 @@ class ImageData(TrainingData):
                 raise RunError(f"some processes can read images that others cannot: {listed}")
         return cache
 
-    def _move(self, cache: PixelCache, mode: str) -> PixelCache:
-        try:
-            return cache if mode == "pixels" else cache.to(self.world.device)
-        except ValueError as error:
-            raise RunError(f"data.cache gpu: {error}") from error
-
-    def _exclude(
-        self, catalog: Catalog, bad: Iterable[tuple[str, str]], digest: str | None = None
-    ) -> None:
-        """Continue with the readable images."""
-        skipped = [f"skipped {path}: {why}" for path, why in bad]
-        if catalog is not self.catalog:
-            before = self.notes
-            self._divide(catalog, skipped)
-            more = [note for note in self.notes if note not in {*before, *skipped}]
-            for note in [*first_few(skipped, "results.json"), *more]:
-                self._display.message(note)
-        self.fingerprint = fingerprint(self.catalog, digest, file_sizes(self.catalog))
+    def _exclude(self, bad: Bad) -> None:
+        """Continue without unreadable images."""
+        skipped, before = [f"skipped {path}: {why}" for path, why in bad], self.notes
+        self.divide(without(self.catalog, bad), skipped)
+        more = [note for note in self.notes if note not in {*before, *skipped}]
+        for note in [*first_few(skipped, "results.json"), *more]:
+            self._display.message(note)
 
     def _loader(self, size: Size) -> ImageLoader:
         world, recipe = self.world, self._recipe
@@ -297,29 +298,7 @@ def _one_ahead(items: Iterable[T]) -> Iterator[T]:
     yield from started
 
 
-def storage_facts(
-    recipe: Recipe,
-    catalog: Catalog,
-    rows: dict[str, Rows],
-    sizes: tuple[Size, Size],
-    interpolation: Interpolation,
-) -> StorageFacts:
-    """Return the facts for the choice of a cache; reads at most the headers of image files."""
-    second = second_cache(recipe, rows, len(catalog), sizes)
-    caches = [
-        estimate(part, size, recipe.data.cache_dir, interpolation=interpolation)
-        for part, size in ((catalog, sizes[0]), (catalog.subset(second), sizes[1]))
-        if len(part)
-    ]
-    return StorageFacts(
-        pixels=sum(size for _, size in caches),
-        missing=sum(size for there, size in caches if not there),
-        disk=free_space(recipe),
-        memory=available_memory(),
-    )
-
-
-def without(catalog: Catalog, bad: Iterable[tuple[str, str]]) -> Catalog:
+def without(catalog: Catalog, bad: Bad) -> Catalog:
     """Return the catalog without unreadable images, given their path and reason."""
     paths = {path for path, _ in bad}
     return catalog.subset([row for row, path in enumerate(catalog.paths) if path not in paths])

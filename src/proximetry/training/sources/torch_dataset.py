@@ -23,7 +23,7 @@ from proximetry.data.images import ImageError, resize_image
 from proximetry.data.vectors import label_names
 from proximetry.models import Embedder, Preprocessing
 from proximetry.recipe.schema import Recipe
-from proximetry.training.checkpoint import RunError, fingerprint
+from proximetry.training.checkpoint import RunError
 from proximetry.training.distributed import World
 from proximetry.training.reporting import Display
 from proximetry.training.sources.base import (
@@ -32,6 +32,7 @@ from proximetry.training.sources.base import (
     TrainingData,
     cache_sizes,
     derive_seed,
+    fingerprint,
     make_augmentation,
 )
 
@@ -136,9 +137,8 @@ def _labels(name: str, dataset: Any, display: Display) -> list[Any]:
     display.message(f"reading {spaced(len(dataset))} items of {name} once, for their labels…")
     labels: list[Any] = []
     tasks = [range(len(dataset))[part] for part in chunks(len(dataset), _LABELS_PER_TASK)]
-    reader = _Task(partial(_read_labels, name, dataset))
-    for part in DataLoader(reader, batch_size=None, sampler=tasks, num_workers=_workers(1)):
-        labels += _result(part)
+    for part in _map(partial(_read_labels, name, dataset), tasks):
+        labels += part
         display.progress("labels", len(labels), len(dataset))
     return labels
 
@@ -167,7 +167,7 @@ def _read_labels(name: str, dataset: Any, rows: range) -> list[Any]:
 
 
 class _Task(Dataset[Any]):
-    """Calls a function in a worker process; returns its errors, for `_result` to raise."""
+    """Calls a function in a worker process; returns its errors, for `_map` to raise."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
@@ -179,15 +179,17 @@ class _Task(Dataset[Any]):
             return error  # a DataLoader would raise it with the traceback of the worker
 
 
-def _result(result: Any) -> Any:
-    """Raise the exception that a worker returned."""
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
-def _workers(processes: int) -> int:
-    return max(1, min(MAX_WORKERS, cores() // processes))
+def _map(
+    function: Callable[[Any], Any], arguments: Iterable[Any], processes: int = 1
+) -> Iterator[Any]:
+    """Call a function in worker processes, whose cores this run shares among its processes."""
+    workers = max(1, min(MAX_WORKERS, cores() // processes))
+    sampler: Any = arguments
+    loader = DataLoader(_Task(function), batch_size=None, sampler=sampler, num_workers=workers)
+    for result in loader:
+        if isinstance(result, Exception):
+            raise result
+        yield result
 
 
 class _Order(NamedTuple):
@@ -267,10 +269,8 @@ class DatasetData(TrainingData):
         *,
         display: Display,
     ) -> None:
-        super().__init__(recipe, catalog, world)
-        for note in self.notes:
-            display.message(note)
-        self.fingerprint = fingerprint(catalog, None)
+        super().__init__(recipe, catalog, world, display)
+        self.fingerprint = fingerprint(catalog)
         if world.first(lambda: self.fingerprint) != self.fingerprint:
             raise RunError(f"{datasets.name} has other labels on rank {world.rank} than on rank 0")
         split, dataset = next(iter(datasets.parts.items()))
@@ -281,20 +281,8 @@ class DatasetData(TrainingData):
                 f"{datasets.name} has images, but the embedder takes {embedder.preprocessing}"
             )
         self.stage = "normalized" if tensors else "pixels"
-        self.kept = "tensors as they are" if tensors else "images from the dataset"
+        self.origin = "tensors as they are" if tensors else "images from the dataset"
         self._reader = _BatchReader(datasets, recipe, embedder.preprocessing, tensors)
-        self._orders: Iterator[_Order] = iter(())
-        self._loader = self._make_loader(_EpochOrders(self), persistent_workers=True)
-
-    def _make_loader(self, orders: Iterable[_Order], **settings: Any) -> DataLoader[Any]:
-        settings["num_workers"] = _workers(self.world.size)
-        return DataLoader(_Task(self._reader), batch_size=None, sampler=orders, **settings)
-
-    def close(self) -> None:
-        """End the worker processes, which would live until the loader is garbage-collected."""
-        iterator = self._loader._iterator
-        if iterator is not None:
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
 
     def open_cache(self, mode: str) -> None:
         """Items are read when they are needed, from where the dataset has them."""
@@ -317,8 +305,7 @@ class DatasetData(TrainingData):
                         colors = reader.colors.draw(batch.total, batch.generator)[batch.mine]
                 yield _Order(batch.rows, seeds, uniforms, colors)
 
-        self._orders = orders()
-        for pixels, labels in map(_result, self._loader):
+        for pixels, labels in _map(reader, orders(), self.world.size):
             batch = ordered.popleft()
             self._check_labels(batch.rows, labels)
             yield pixels.to(self.world.device), self._send(batch.labels)
@@ -328,9 +315,8 @@ class DatasetData(TrainingData):
         rows = self._filled(rows, batch_size)
         parts = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
         orders = [_Order(part, [int(row) for row in part]) for part in parts]
-        # A separate loader: a callback may evaluate within an epoch.
-        loader = self._make_loader(orders)
-        for (pixels, labels), part in zip(map(_result, loader), parts, strict=True):
+        read = _map(self._reader, orders, self.world.size)
+        for (pixels, labels), part in zip(read, parts, strict=True):
             self._check_labels(part, labels)
             yield pixels.to(self.world.device)
 
@@ -343,13 +329,3 @@ class DatasetData(TrainingData):
                     f"{self.catalog.file(row)} has the label {shown(label)}, but had {expected!r} "
                     "before. A dataset must return the same labels each time."
                 )
-
-
-class _EpochOrders:
-    """The training batches of an epoch; a persistent loader iterates over them once per epoch."""
-
-    def __init__(self, data: DatasetData) -> None:
-        self._data = data
-
-    def __iter__(self) -> Iterator[_Order]:
-        return iter(self._data._orders)

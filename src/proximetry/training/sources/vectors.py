@@ -14,10 +14,9 @@ from proximetry.models import Embedder, evaluating
 from proximetry.models.embedder import extract_features
 from proximetry.recipe.auto import PIXELS_SHARE
 from proximetry.recipe.schema import Recipe
-from proximetry.training.checkpoint import fingerprint
 from proximetry.training.distributed import World, share_buffers
 from proximetry.training.reporting import Display
-from proximetry.training.sources.base import Rows, TrainingData
+from proximetry.training.sources.base import Rows, TrainingData, fingerprint
 
 
 class VectorData(TrainingData):
@@ -26,13 +25,11 @@ class VectorData(TrainingData):
     def __init__(
         self, recipe: Recipe, catalog: VectorCatalog, world: World, display: Display
     ) -> None:
-        super().__init__(recipe, catalog, world)
-        for note in self.notes:
-            display.message(note)
+        super().__init__(recipe, catalog, world, display)
         contents = hashlib.sha256(np.ascontiguousarray(catalog.vectors).data).hexdigest()
         self.fingerprint = fingerprint(catalog, contents)
         self._vectors = torch.from_numpy(catalog.vectors)
-        self.kept = f"vectors from memory ({readable_size(self._vectors.nbytes)})"
+        self.origin = f"vectors from memory ({readable_size(self._vectors.nbytes)})"
 
     def open_cache(self, mode: str) -> None:
         """Bring them to the GPU of the run if they fit there with room to spare."""
@@ -87,7 +84,7 @@ def _features(data: TrainingData, embedder: Embedder, batch_size: int, display: 
     share_buffers(embedder, world)
     with torch.no_grad(), evaluating(embedder):
         for rows in data.rows.values():
-            own = slice(*(len(rows) * rank // world.size for rank in (world.rank, world.rank + 1)))
+            own = world.share(len(rows))
             parts, left = [torch.empty(0, embedder.width)], len(rows[own])
             for batch in data.views(rows[own], batch_size):
                 features = extract_features(embedder, batch, data.stage)[:left].float().cpu()
