@@ -335,7 +335,7 @@ class Gallery:
         if replace and new.only_files:
             new.table = _with_known_columns(newest, new.table)
         if isinstance(newest, Snapshot):  # on Milvus a column may have values of any type
-            newest.check_fits(new.table)
+            rows.stack([newest.table, new.table])
         if not replace:
             self._check_unknown(newest, new.table)
         if not new.embedded:
@@ -380,7 +380,7 @@ class Gallery:
             now = Snapshot.open(self.path)
             self._check_same(now)
             now.check_tables()
-            now.check_fits(new.table)
+            rows.stack([now.table, new.table])  # raises if types of columns differ
             manifest = now.manifest
             if not renew:
                 self._check_unknown(now, new.table)
@@ -598,12 +598,8 @@ def _with_known_columns(now: Version, table: Any) -> Any:
     """Return the rows of files with the metadata of those that are in the gallery."""
     known = now.find_paths(table)
     positions = np.array([known.get(path, -1) for path in table["path"].to_pylist()], np.int64)
-    there = positions >= 0
-    columns = {name: np.full(len(positions), None, np.object_) for name in now.columns}
-    for name, values in now.take(positions[there], now.columns).items():
-        columns[name][there] = values
-    named = {name: values.tolist() for name, values in columns.items()}
-    return rows.table({**named, "path": rows.values(table["path"])})
+    columns = now.take(positions, now.columns)
+    return rows.table({**columns, "path": rows.values(table["path"])})
 
 
 def _expand(now: Version, queries: FloatArray, hits: Hits) -> FloatArray:
