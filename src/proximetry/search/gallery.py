@@ -515,7 +515,9 @@ class Gallery:
         vectors = self._embed_queries(queries, batch_size, progress or no_progress)
         expanded = vectors
         if expand:
-            expanded = _expand(now, vectors, now.search(vectors, int(expand), allowed))
+            near = now.search(vectors, int(expand), allowed).positions
+            neighbors = now.vectors(near.ravel()).reshape(*near.shape, -1)
+            expanded = expand_queries(vectors, neighbors).astype(np.float32)
         hits = now.search(expanded, max(RERANKED, 2 * int(k)) if rerank else int(k), allowed)
         if rerank:
             hits = _rerank(now, expanded, hits, int(k))
@@ -600,18 +602,6 @@ def _with_known_columns(now: Version, table: Any) -> Any:
     positions = np.array([known.get(path, -1) for path in table["path"].to_pylist()], np.int64)
     columns = now.take(positions, now.columns)
     return rows.table({**columns, "path": rows.values(table["path"])})
-
-
-def _expand(now: Version, queries: FloatArray, hits: Hits) -> FloatArray:
-    """Expand queries with their neighbors."""
-    expanded = queries.copy()
-    counts = (hits.positions >= 0).sum(1)
-    for count in np.unique(counts[counts > 0]):
-        chosen = counts == count
-        positions = hits.positions[chosen, :count]
-        vectors = now.vectors(positions.ravel()).reshape(*positions.shape, -1)
-        expanded[chosen] = expand_queries(queries[chosen], vectors)
-    return expanded
 
 
 def _rerank(now: Version, queries: FloatArray, hits: Hits, k: int) -> Hits:

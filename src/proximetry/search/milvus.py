@@ -19,7 +19,7 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -107,19 +107,13 @@ class _Client:
             if not Path(address.uri).parent.is_dir():
                 raise UsageError(f"{address}: no folder {Path(address.uri).parent}")
         try:
-            try:
-                self._client = self._connect()
-            except self._pymilvus.MilvusException:  # an idle connection may be dead
-                self._client = self._connect()
+            token = os.environ.get(TOKEN, "")
+            self._client = self._pymilvus.MilvusClient(address.uri, token=token, timeout=_TIMEOUT)
         except self._pymilvus.MilvusException as error:
             reason = f"no answer. Is Milvus running there, and is {TOKEN} correct?"
             if address.local:
                 reason = "cannot be opened: another process uses it, or it is not a Milvus file"
             raise ValueError(f"{address}: {reason}") from error
-
-    def _connect(self) -> Any:
-        token = os.environ.get(TOKEN, "")
-        return self._pymilvus.MilvusClient(self.address.uri, token=token, timeout=_TIMEOUT)
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -237,10 +231,7 @@ class Collection:
                 f"{client.address} has format version {shown(about['version'])}; this Proximetry "
                 f"reads version {_VERSION}. Install the version that wrote it."
             )
-        self.manifest = Manifest(
-            about["embedder"], about["similarity"], about["dim"], about["index"]
-        )
-        self.kind = about["kind"]
+        self.kind, self.manifest = about["index"], Manifest(**about["manifest"])
         further = sorted(key.removeprefix(_COLUMN) for key in properties if _COLUMN in key)
         self.columns = [*_TEXTS, *map(_restore, further)]
         # Rows with vectors per message.
@@ -274,14 +265,7 @@ class Collection:
         params.add_index("vector", index_type=kind, metric_type=metric, params=settings)
         for name in () if client.address.local else _TEXTS:  # a file is small, and scanned
             params.add_index(name, index_type="INVERTED")
-        about = {
-            "version": _VERSION,
-            "embedder": manifest.embedder,
-            "similarity": manifest.similarity,
-            "dim": manifest.dim,
-            "index": manifest.index,
-            "kind": kind,
-        }
+        about = {"version": _VERSION, "index": kind, "manifest": asdict(manifest)}
         name, properties = client.address.building, {_GALLERY: json.dumps(about)}
         client.drop_collection(name)  # of an interrupted build
         client.create_collection(
@@ -467,7 +451,7 @@ class MilvusGallery(Gallery):
             collection = Collection.create(client, manifest, kind, settings)
             built = cls(folder, str(address), collection)
             built._embedder, built.skipped = embedder, new.skipped
-            new.report(describe_index(*built._indexes(), len(new.table), prefix="Milvus "))
+            new.report(describe_index(built._indexes()[0], len(new.table), prefix="Milvus "))
             try:
                 collection.write(new)
                 client.rename_collection(collection.name, address.collection)

@@ -310,10 +310,11 @@ class Snapshot:
         return np.where(known, rows, -1)
 
     def vectors(self, positions: IntArray) -> FloatArray:
-        """Return the vectors at positions, [n, dim]."""
-        if not len(positions):
-            return np.empty((0, self.manifest.dim), np.float32)
-        return take(self.store.vectors, self.starts, positions)
+        """Return the vectors at positions, [n, dim]; zeros at −1."""
+        vectors, there = np.zeros((len(positions), self.manifest.dim), np.float32), positions >= 0
+        if there.any():
+            vectors[there] = take(self.store.vectors, self.starts, positions[there])
+        return vectors
 
     def scores(self, queries: FloatArray, positions: IntArray) -> Scores:
         """Return the scores of each query with the rows at its positions; −inf at −1."""
