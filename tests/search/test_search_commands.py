@@ -120,7 +120,6 @@ def test_contact_sheets_are_self_contained(home, call, kind):
         (["index", "nowhere", "--model", "model"], "nowhere"),
         (["index", "images", "--model", "nowhere"], "nowhere"),
         (["index", "images", "--model", "model", "--index", "HSNW"], "HSNW"),
-        (["index", "images", "--model", "model", "--gallery", "images"], "other files"),
         (["search", "images/class00/0.png"], "no gallery gallery"),
         (["search"], "no images"),
         (["search", "a.png", "--sheet", "out.gif"], ".html or .png"),
@@ -138,10 +137,8 @@ def test_invalid_arguments_write_nothing(home, call, words, token):
 
 def test_invalid_arguments_with_a_gallery(home, call):
     call("index", "images", "--model", "model")
-    make_embedder(seed=1).save(home / "other")
     (home / "bad.jpg").write_text("no image")
     for words, code, token in (
-        (["index", "images", "--model", "other"], 2, "did not build"),
         (["index", "images", "--index", "HNSW32"], 2, "--index auto"),
         (["index", "bad.jpg"], 1, "--bad-images skip"),
         (["search", "bad.jpg"], 2, "bad.jpg: not an image"),
