@@ -120,7 +120,6 @@ def test_contact_sheets_are_self_contained(home, call, kind):
         (["index", "nowhere", "--model", "model"], "nowhere"),
         (["index", "images", "--model", "nowhere"], "nowhere"),
         (["index", "images", "--model", "model", "--index", "HSNW"], "HSNW"),
-        (["index", "images", "--model", "model", "--gallery", "images"], "other files"),
         (["search", "images/class00/0.png"], "no gallery gallery"),
         (["search"], "no images"),
         (["search", "a.png", "--sheet", "out.gif"], ".html or .png"),
@@ -138,18 +137,13 @@ def test_invalid_arguments_write_nothing(home, call, words, token):
 
 def test_invalid_arguments_with_a_gallery(home, call):
     call("index", "images", "--model", "model")
-    make_embedder(seed=1).save(home / "other")
     (home / "bad.jpg").write_text("no image")
     for words, code, token in (
-        (["index", "images", "--model", "other"], 2, "did not build"),
         (["index", "images", "--index", "HNSW32"], 2, "--index auto"),
         (["index", "bad.jpg"], 1, "--bad-images skip"),
         (["search", "bad.jpg"], 2, "bad.jpg: not an image"),
         (["search", "images/class00/0.png", "--where", "label"], 2, "COLUMN=VALUE"),
-        (["search", "--where", "label", "images/class00/0.png"], 2, "COLUMN=VALUE"),
         (["search", "gallery", "images/class00/0.png"], 2, "--gallery gallery"),
-        (["search", "images/class00/0.png", "--where", "lable=1"], 2, "did you mean 'label'"),
-        (["duplicates", "--threshold", "2"], 2, "from −1 to 1"),
     ):
         assert token in call(*words, code=code)
     assert len(Gallery.open(home / "gallery")) == 49
@@ -174,12 +168,9 @@ def test_columns_of_a_table_are_stored_and_filtered(home, call):
     assert (found()[2]["year"], found()[2]["color"]) == (1999, None)
     assert sorted(found("color=red", "year=1999")) == [0, 6]
     assert sorted(found("color=red", "color=blue", "year=2000")) == [1, 3, 7, 9]
-    assert "column year is int64" in call("search", query, "--where", "year=red", code=2)
-    assert "did you mean 'blue'" in call("search", query, "--where", "color=bleu", code=2)
     other = home / "images" / "other.csv"
-    for content in ("year\nclass03/0.png,x,unknown\n", "similarity\nclass03/1.png,x,1\n"):
-        other.write_text(f"path,label,{content}")
-        assert content.split()[0] in call("index", other, code=2)
+    other.write_text("path,label,similarity\nclass03/1.png,x,1\n")
+    assert "similarity" in call("index", other, code=2)
     other.write_text("path,label,year,price\nclass03/0.png,x,,7\n")
     assert "13 images, 1 new" in call("index", other)
     assert [one["price"] for one in found("price=7").values()] == [7]

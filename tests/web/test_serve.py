@@ -170,14 +170,6 @@ def guarded(server, shared, tmp_path_factory):
     assert TOKEN not in process.output()
 
 
-def test_server_signs_in_by_url(guarded, shared):
-    with httpx.Client(base_url=guarded[1].geturl()) as browser:
-        assert browser.get("/gallery").status_code == 401
-        assert browser.get(f"/?token={TOKEN}").status_code == 303
-        assert browser.get("/").status_code == 200
-        assert browser.get("/gallery").json()["images"] == len(shared)
-
-
 GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST /search HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 FLOODS = {

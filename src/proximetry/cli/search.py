@@ -65,7 +65,7 @@ def index(
             if is_milvus(gallery):
                 from proximetry.search import milvus
 
-                exists = milvus.exists(gallery)
+                exists = milvus.find(gallery) is not None
             with progress_bar("indexing") as progress, skip_hint():
                 opened, added = _index(
                     gallery,

@@ -334,7 +334,8 @@ class Gallery:
         self._check_same(newest)
         if replace and new.only_files:
             new.table = _with_known_columns(newest, new.table)
-        newest.check_fits(new.table)
+        if isinstance(newest, Snapshot):  # on Milvus a column may have values of any type
+            rows.stack([newest.table, new.table])
         if not replace:
             self._check_unknown(newest, new.table)
         if not new.embedded:
@@ -379,7 +380,7 @@ class Gallery:
             now = Snapshot.open(self.path)
             self._check_same(now)
             now.check_tables()
-            now.check_fits(new.table)
+            rows.stack([now.table, new.table])  # raises if types of columns differ
             manifest = now.manifest
             if not renew:
                 self._check_unknown(now, new.table)
@@ -514,7 +515,9 @@ class Gallery:
         vectors = self._embed_queries(queries, batch_size, progress or no_progress)
         expanded = vectors
         if expand:
-            expanded = _expand(now, vectors, now.search(vectors, int(expand), allowed))
+            near = now.search(vectors, int(expand), allowed).positions
+            neighbors = now.vectors(near.ravel()).reshape(*near.shape, -1)
+            expanded = expand_queries(vectors, neighbors).astype(np.float32)
         hits = now.search(expanded, max(RERANKED, 2 * int(k)) if rerank else int(k), allowed)
         if rerank:
             hits = _rerank(now, expanded, hits, int(k))
@@ -597,24 +600,8 @@ def _with_known_columns(now: Version, table: Any) -> Any:
     """Return the rows of files with the metadata of those that are in the gallery."""
     known = now.find_paths(table)
     positions = np.array([known.get(path, -1) for path in table["path"].to_pylist()], np.int64)
-    there = positions >= 0
-    columns = {name: np.full(len(positions), None, np.object_) for name in now.columns}
-    for name, values in now.take(positions[there], now.columns).items():
-        columns[name][there] = values
-    named = {name: values.tolist() for name, values in columns.items()}
-    return rows.table({**named, "path": rows.values(table["path"])})
-
-
-def _expand(now: Version, queries: FloatArray, hits: Hits) -> FloatArray:
-    """Expand queries with their neighbors."""
-    expanded = queries.copy()
-    counts = (hits.positions >= 0).sum(1)
-    for count in np.unique(counts[counts > 0]):
-        chosen = counts == count
-        positions = hits.positions[chosen, :count]
-        vectors = now.vectors(positions.ravel()).reshape(*positions.shape, -1)
-        expanded[chosen] = expand_queries(queries[chosen], vectors)
-    return expanded
+    columns = now.take(positions, now.columns)
+    return rows.table({**columns, "path": rows.values(table["path"])})
 
 
 def _rerank(now: Version, queries: FloatArray, hits: Hits, k: int) -> Hits:

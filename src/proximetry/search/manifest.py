@@ -213,9 +213,6 @@ def locked(folder: Path, report: Report) -> Iterator[None]:
 def check_new_folder(folder: Path) -> None:
     """Reject a folder in which no gallery can be built."""
     if not folder.exists():
-        parent = next(path for path in folder.absolute().parents if path.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise UsageError(f"{folder} cannot be created: {parent} is not writable")
         return
     if not folder.is_dir():
         raise UsageError(f"{folder} is a file; a gallery is a folder")

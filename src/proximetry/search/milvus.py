@@ -3,8 +3,9 @@
     milvus://host:19530/collection     a server or a cluster; milvuss:// over TLS
     milvus:file.db/collection          a file of Milvus Lite; the default collection is "gallery"
 
-Milvus returns candidates; they are re-scored with the full vectors. The position of a row is its
-id, which Milvus assigns once, so any number of processes may write.
+Milvus returns candidates; they are re-scored with the full vectors. The id of an image is a hash of
+its path, so any number of processes may write, and writing an image again replaces it. Positions
+of rows are ids.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from proximetry._util.files import cache_folder, writing
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.models import Embedder
-from proximetry.models.names import LARGEST_DIM, SIMILARITIES
 from proximetry.search import indexes, rows
 from proximetry.search.exact import SPARE, FloatArray, Hits, Scores, exact_scores, merge_hits
 from proximetry.search.gallery import Gallery, describe_index
@@ -41,9 +40,9 @@ MOST = 16_384
 """The largest number of results of a query on Milvus."""
 TOKEN = "MILVUS_TOKEN"
 _TIMEOUT = 10.0
-_VERSION = "1"
-# Prefixes of our properties of a collection.
-_OURS, _COLUMN = "proximetry.", "proximetry.column."
+_VERSION = 2
+# Properties of a collection: the gallery as JSON, and one for each further column.
+_GALLERY, _COLUMN = "proximetry", "proximetry.column."
 # Fields beside the vector; other columns are in a field of JSON, under any name.
 _TEXTS, _OTHERS = ("path", "label"), "columns"
 _LONGEST_TEXT = 65_535
@@ -98,149 +97,125 @@ class Address:
         return f"{self.collection}_building_{hashlib.sha256(builder.encode()).hexdigest()[:8]}"
 
 
-@contextmanager
-def _milvus_errors(address: Address) -> Iterator[None]:
-    """Add the address to errors of Milvus."""
-    exceptions = need("pymilvus.exceptions", "milvus", "A gallery on Milvus")
-    try:
-        yield
-    except exceptions.MilvusException as error:
-        raise ValueError(f"{address}: Milvus reports: {error.message}") from error
-
-
 class _Client:
     """A MilvusClient whose errors name the gallery."""
 
     def __init__(self, address: Address) -> None:
-        pymilvus = need("pymilvus", "milvus", "A gallery on Milvus")
+        self.address, self._pymilvus = address, need("pymilvus", "milvus", "A gallery on Milvus")
         if address.local:
             need("milvus_lite", None, "A gallery in a file of Milvus")
             if not Path(address.uri).parent.is_dir():
                 raise UsageError(f"{address}: no folder {Path(address.uri).parent}")
-        self._address, token = address, os.environ.get(TOKEN, "")
-        for attempt in range(2):
-            try:
-                self._client = pymilvus.MilvusClient(address.uri, token=token, timeout=_TIMEOUT)
-                return
-            except pymilvus.MilvusException as error:
-                if attempt == 0:  # an idle connection may be dead, and is closed now
-                    continue
-                reason = f"no answer. Is Milvus running there, and is {TOKEN} correct?"
-                if address.local:
-                    reason = "cannot be opened: another process uses it, or it is not a Milvus file"
-                raise ValueError(f"{address}: {reason}") from error
+        try:
+            token = os.environ.get(TOKEN, "")
+            self._client = self._pymilvus.MilvusClient(address.uri, token=token, timeout=_TIMEOUT)
+        except self._pymilvus.MilvusException as error:
+            reason = f"no answer. Is Milvus running there, and is {TOKEN} correct?"
+            if address.local:
+                reason = "cannot be opened: another process uses it, or it is not a Milvus file"
+            raise ValueError(f"{address}: {reason}") from error
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Add the address to errors of Milvus."""
+        try:
+            yield
+        except self._pymilvus.MilvusException as error:
+            raise ValueError(f"{self.address}: Milvus reports: {error.message}") from error
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self._client, name)
-
         def call(*arguments: Any, **options: Any) -> Any:
-            with _milvus_errors(self._address):
-                return method(*arguments, **options)
+            with self.errors():
+                return getattr(self._client, name)(*arguments, **options)
 
         return call
 
 
-class Index(NamedTuple):
-    """An index of Milvus and its build settings."""
-
-    kind: str
-    settings: Mapping[str, int]
-
-    @classmethod
-    def choose(cls, index: str, count: int) -> Index:
-        """Return the index of a factory string; "auto" of many images is Milvus's AUTOINDEX."""
-        if index == "auto" and count > indexes.MOST_EXACT:
-            return cls("AUTOINDEX", {})
-        if index in ("auto", indexes.EXACT):
-            return cls("FLAT", {})
-        if match := re.fullmatch(r"HNSW(\d+)", index):
-            return cls("HNSW", {"M": int(match[1]), "efConstruction": 200})
-        if match := re.fullmatch(r"IVF(\d+),(?:Flat|PQ(\d+))", index):
-            lists = {"nlist": int(match[1])}
-            if match[2] is None:
-                return cls("IVF_FLAT", lists)
-            return cls("IVF_PQ", {**lists, "m": int(match[2]), "nbits": 8})
-        raise UsageError(
-            f"unknown index on Milvus: {shown(index)}. Use auto, Flat, HNSW32, IVF1024,Flat or "
-            "IVF1024,PQ64."
-        )
-
-    def candidates(self, k: int) -> int:
-        """Return the number of candidates for k results: more for coarser codes."""
-        return indexes.compressed(k) if self.kind == "IVF_PQ" else k + SPARE
-
-    def depth(self, count: int) -> dict[str, int]:
-        """Return the search parameters."""
-        if self.kind == "HNSW":
-            return {"ef": max(indexes.DEPTH, 2 * count)}
-        if "nlist" in self.settings:
-            return {"nprobe": indexes.probes(self.settings["nlist"])}
-        return {}
-
-    def __str__(self) -> str:
-        return indexes.EXACT if self.kind == "FLAT" else self.kind
+def find(path: str | os.PathLike[str]) -> _Client | None:
+    """Connect to Milvus if the collection is there."""
+    address = Address.parse(path)
+    if address.local and not Path(address.uri).exists():
+        return None
+    client = _Client(address)
+    return client if client.has_collection(address.collection) else None
 
 
-# Milvus stores text in UTF-8, which names of files need not be. Other bytes become U+FFFF, which
-# is no character, and four digits.
-_NOT_UTF8 = re.compile("[\udc80-\udcff\uffff]")
+def choose_index(index: str, count: int) -> tuple[str, dict[str, int]]:
+    """Return the index of Milvus for a factory string, and its settings.
+
+    "auto" of many images is Milvus's AUTOINDEX.
+    """
+    if index == "auto" and count > indexes.MOST_EXACT:
+        return "AUTOINDEX", {}
+    if index in ("auto", indexes.EXACT):
+        return "FLAT", {}
+    if match := re.fullmatch(r"HNSW(\d+)", index):
+        return "HNSW", {"M": int(match[1]), "efConstruction": 200}
+    if match := re.fullmatch(r"IVF(\d+),Flat", index):
+        return "IVF_FLAT", {"nlist": int(match[1])}
+    if match := re.fullmatch(r"IVF(\d+),PQ(\d+)", index):
+        return "IVF_PQ", {"nlist": int(match[1]), "m": int(match[2]), "nbits": 8}
+    raise UsageError(
+        f"unknown index on Milvus: {shown(index)}. Use auto, Flat, HNSW32, IVF1024,Flat or "
+        "IVF1024,PQ64."
+    )
 
 
-def _to_utf8(text: str) -> str:
-    return _NOT_UTF8.sub(lambda match: f"\uffff{ord(match[0]):04x}", text)
-
-
-def _from_utf8(value: Any) -> Any:
-    if isinstance(value, str) and "\uffff" in value:
-        return re.sub("\uffff([0-9a-f]{4})", lambda match: chr(int(match[1], 16)), value)
-    return value
-
-
+# Milvus stores text in UTF-8, which names of files need not be. Other bytes, in Python lone
+# surrogates, are stored as the last characters for private use.
+_TO_PRIVATE = {0xDC00 + byte: 0x10FF00 + byte for byte in range(0x80, 0x100)}
+_FROM_PRIVATE = {private: surrogate for surrogate, private in _TO_PRIVATE.items()}
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
 
 
-def _quoted(text: str) -> str:
+def _store(value: Any) -> Any:
+    """Return a value as Milvus stores it; None for NaN and infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int):
+        return value
+    return str(value).translate(_TO_PRIVATE)
+
+
+def _restore(value: Any) -> Any:
+    return value.translate(_FROM_PRIVATE) if isinstance(value, str) else value
+
+
+def _quoted(value: Any) -> str:
     """Quote a text for a filter expression."""
-    return f'"{_to_utf8(text).translate(_ESCAPES)}"'
+    return f'"{_store(str(value)).translate(_ESCAPES)}"'
 
 
 def _literals(value: Any) -> list[str]:
     """Return the literals that match a value: words of the command line may be numbers."""
-    text = str(value)
-    literals = [_quoted(text)]
-    if text.lower() in ("true", "false"):
-        literals.append(text.lower())
-    with suppress(ValueError, OverflowError):
-        number = float(text)
-        if math.isfinite(number):
-            literals.append(str(int(text)) if re.fullmatch(r"[+-]?\d+", text) else repr(number))
+    literals = [_quoted(value)]
+    with suppress(ValueError):
+        parsed = json.loads(str(value).lower())
+        if isinstance(parsed, bool | int | float):
+            literals.append(json.dumps(parsed))
     return literals
 
 
 def _condition(column: str, targets: Sequence[Any]) -> str:
     """Return the filter expression for a column to have one of these values."""
     values = [one for one in targets if one is not None]
-    terms = []
     if column in _TEXTS:
-        if values:
-            terms.append(f"{column} in [{', '.join(_quoted(str(one)) for one in values)}]")
-        if len(values) < len(targets):
-            terms.append(f"{column} is null")
+        terms = [f"{column} in [{', '.join(map(_quoted, values))}]"] if values else []
+        missing = f"{column} is null"
     else:
         field = f"{_OTHERS}[{_quoted(column)}]"
-        terms += [f"{field} == {literal}" for one in values for literal in _literals(one)]
-        if len(values) < len(targets):
-            terms.append(f"not exists {field}")
+        terms = [f"{field} == {literal}" for one in values for literal in _literals(one)]
+        missing = f"not exists {field}"
+    if len(values) < len(targets):
+        terms.append(missing)
     return f"({' or '.join(terms)})"
 
 
-def _to_json(value: Any) -> Any:
-    """Return a value as JSON; None for NaN and infinity."""
-    if isinstance(value, bytes):
-        return _to_utf8(value.decode("utf-8", "surrogateescape"))
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int) else str(value)
+def ids_of(table: Any) -> IntArray:
+    """Return the ids of images: 63 bits of the hash of each path."""
+    paths = table["path"].to_pylist()
+    digests = [hashlib.blake2b(path, digest_size=8).digest() for path in paths]
+    return np.frombuffer(b"".join(digests), "<i8") & np.int64(2**63 - 1)
 
 
 class Collection:
@@ -248,90 +223,63 @@ class Collection:
 
     largest_k = MOST
 
-    def __init__(
-        self, address: Address, client: Any, name: str, properties: Mapping[str, str]
-    ) -> None:
-        self.address, self.client, self.name = address, client, name
-        similarity: Any = properties[f"{_OURS}similarity"]
-        dim = int(properties[f"{_OURS}dim"])
-        if similarity not in SIMILARITIES or not 1 <= dim <= LARGEST_DIM:
-            raise ValueError(f"{shown(similarity)} in {dim} dimensions")
-        embedder, index = properties[f"{_OURS}embedder"], properties[f"{_OURS}index"]
-        self.manifest = Manifest(embedder, similarity, dim, index)
-        self.index = Index(*json.loads(properties[f"{_OURS}kind"]))
+    def __init__(self, client: _Client, name: str, properties: Mapping[str, str]) -> None:
+        self.client, self.name = client, name
+        about = json.loads(properties[_GALLERY])
+        if about["version"] != _VERSION:
+            raise ValueError(
+                f"{client.address} has format version {shown(about['version'])}; this Proximetry "
+                f"reads version {_VERSION}. Install the version that wrote it."
+            )
+        self.kind, self.manifest = about["index"], Manifest(**about["manifest"])
         further = sorted(key.removeprefix(_COLUMN) for key in properties if _COLUMN in key)
-        self.columns = [*_TEXTS, *map(_from_utf8, further)]
+        self.columns = [*_TEXTS, *map(_restore, further)]
+        # Rows with vectors per message.
+        self._batch = min(_ROWS, max(1, _NUMBERS // self.manifest.dim))
 
     @classmethod
-    def open(cls, address: Address, client: Any) -> Collection:
-        """Open a complete gallery."""
-        properties = client.describe_collection(address.collection).get("properties") or {}
-        version = properties.get(f"{_OURS}version")
-        if version is None:
-            raise UsageError(f"{address} is a collection of Milvus, but not a gallery")
-        if version != _VERSION:
-            raise ValueError(
-                f"{address} has format version {shown(version)}; this Proximetry reads version "
-                f"{_VERSION}. Install the version that wrote it."
-            )
-        try:
-            opened = cls(address, client, address.collection, properties)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the properties of {address} are damaged: {error}") from error
-        client.load_collection(opened.name)
+    def open(cls, client: _Client) -> Collection:
+        """Open a gallery."""
+        name = client.address.collection
+        properties = client.describe_collection(name).get("properties") or {}
+        if _GALLERY not in properties:
+            raise UsageError(f"{client.address} is a collection of Milvus, but not a gallery")
+        opened = cls(client, name, properties)
+        client.load_collection(name)
         return opened
 
     @classmethod
-    def create(cls, address: Address, client: Any, manifest: Manifest, index: Index) -> Collection:
-        """Create a gallery under a temporary name; `finish` renames it."""
-        kinds = need("pymilvus", "milvus", "A gallery on Milvus").DataType
-        schema = client.create_schema(auto_id=True, enable_dynamic_field=False)
-        schema.add_field("id", kinds.INT64, is_primary=True)
-        schema.add_field("vector", kinds.FLOAT_VECTOR, dim=manifest.dim)
+    def create(
+        cls, client: _Client, manifest: Manifest, kind: str, settings: dict[str, int]
+    ) -> Collection:
+        """Create an empty gallery under a temporary name."""
+        types = need("pymilvus", "milvus", "A gallery on Milvus").DataType
+        schema = client.create_schema(auto_id=False, enable_dynamic_field=False)
+        schema.add_field("id", types.INT64, is_primary=True)
+        schema.add_field("vector", types.FLOAT_VECTOR, dim=manifest.dim)
         for name in _TEXTS:
-            schema.add_field(name, kinds.VARCHAR, max_length=_LONGEST_TEXT, nullable=name != "path")
-        schema.add_field(_OTHERS, kinds.JSON)
+            schema.add_field(name, types.VARCHAR, max_length=_LONGEST_TEXT, nullable=name != "path")
+        schema.add_field(_OTHERS, types.JSON)
+        metric = "IP" if manifest.similarity == "cosine" else "L2"
         params = client.prepare_index_params()
-        params.add_index(
-            "vector",
-            index_type=index.kind,
-            metric_type="IP" if manifest.similarity == "cosine" else "L2",
-            params=dict(index.settings),
-        )
-        for name in () if address.local else _TEXTS:  # a file is small, and scanned
+        params.add_index("vector", index_type=kind, metric_type=metric, params=settings)
+        for name in () if client.address.local else _TEXTS:  # a file is small, and scanned
             params.add_index(name, index_type="INVERTED")
-        properties = {
-            f"{_OURS}embedder": manifest.embedder,
-            f"{_OURS}similarity": manifest.similarity,
-            f"{_OURS}dim": str(manifest.dim),
-            f"{_OURS}index": manifest.index,
-            f"{_OURS}kind": json.dumps(index),
-        }
-        created = cls(address, client, address.building, properties)
-        client.drop_collection(created.name)  # of an interrupted build
+        about = {"version": _VERSION, "index": kind, "manifest": asdict(manifest)}
+        name, properties = client.address.building, {_GALLERY: json.dumps(about)}
+        client.drop_collection(name)  # of an interrupted build
         client.create_collection(
-            created.name,
+            name,
             schema=schema,
             index_params=params,
             properties=properties,
             consistency_level="Strong",
         )
-        return created
-
-    def finish(self) -> None:
-        """Rename a complete gallery."""
-        self.client.alter_collection_properties(self.name, {f"{_OURS}version": _VERSION})
-        self.client.rename_collection(self.name, self.address.collection)
-
-    def drop(self) -> None:
-        """Remove the whole collection."""
-        self.client.drop_collection(self.name)
-
-    def _query(self, condition: str, fields: Sequence[str], **options: Any) -> Any:
-        return self.client.query(self.name, filter=condition, output_fields=[*fields], **options)
+        return cls(client, name, properties)
 
     def __len__(self) -> int:
-        return int(self._query("", ["count(*)"])[0]["count(*)"])
+        (counted,) = self.client.query(self.name, filter="", output_fields=["count(*)"])
+        return int(counted["count(*)"])
 
     def select(self, where: rows.Where) -> Any:
         """Return the filter expression of all conditions, each of which some image meets."""
@@ -339,34 +287,29 @@ class Collection:
         for name, value in where.items():
             targets = rows.condition_values(name, value, self.columns)
             terms.append(_condition(name, targets))
-            if not self._query(terms[-1], ["id"], limit=1):
+            if not self.client.query(self.name, filter=terms[-1], output_fields=["id"], limit=1):
                 raise UsageError(f"no image has {name} {some(map(shown, targets))}")
         return " and ".join(terms)
 
-    def _iterate(self, field: str, allowed: str = "") -> Iterator[dict[str, Any]]:
-        """Yield rows with id and this field, in the order of ids."""
+    def _iterate(self, field: str, allowed: str = "") -> Iterator[list[dict[str, Any]]]:
+        """Yield batches of rows with id and this field, in the order of ids."""
         batches = self.client.query_iterator(
             self.name, batch_size=self._batch, filter=allowed, output_fields=["id", field]
         )
-        with closing(batches), _milvus_errors(self.address):
+        with closing(batches), self.client.errors():
             while batch := batches.next():
-                yield from batch
-
-    @property
-    def _batch(self) -> int:
-        """Rows with vectors per message."""
-        return min(_ROWS, max(1, _NUMBERS // self.manifest.dim))
+                yield batch
 
     def blocks(self) -> Iterator[tuple[IntArray, FloatArray]]:
         """Yield ids and vectors of all rows."""
-        records = self._iterate("vector")
-        while batch := list(islice(records, self._batch)):
+        for batch in self._iterate("vector"):
             ids = np.array([row["id"] for row in batch], np.int64)
             yield ids, np.array([row["vector"] for row in batch], np.float32)
 
     def chosen(self, allowed: Any) -> IntArray:
         """Return the ids of the allowed rows."""
-        return np.sort(np.array([row["id"] for row in self._iterate("id", allowed)], np.int64))
+        batches = self._iterate("id", allowed)
+        return np.sort(np.array([row["id"] for batch in batches for row in batch], np.int64))
 
     def ids(self, positions: IntArray) -> IntArray:
         """Return positions, which are ids."""
@@ -374,39 +317,33 @@ class Collection:
 
     def positions(self, ids: IntArray) -> IntArray:
         """Return the ids that are there; −1 for others."""
-        known = self._get(ids, ["id"])
-        return np.array([one if one in known else -1 for one in ids.tolist()], np.int64)
+        return np.where(np.isin(ids, [*self._get(ids, [])]), ids, -1)
 
     def _get(self, ids: IntArray, fields: Iterable[str]) -> dict[int, dict[str, Any]]:
         """Return fields of rows by their ids, without missing rows."""
         known: dict[int, dict[str, Any]] = {}
         targets, names = np.unique(ids).tolist(), ["id", *fields]
-        for part in chunks(len(targets), self._batch if "vector" in names else _ROWS):
+        for part in chunks(len(targets), self._batch):
             batch = self.client.get(self.name, ids=targets[part], output_fields=names)
             known |= {row["id"]: row for row in batch}
         return known
 
     def take(self, positions: IntArray, columns: Iterable[str]) -> dict[str, list[Any]]:
-        """Return columns of rows, None for rows that were removed meanwhile."""
+        """Return columns of rows, None for −1 and for rows that were removed meanwhile."""
         names = list(columns)
         known = self._get(positions, {name if name in _TEXTS else _OTHERS for name in names})
         records = [known.get(one, {}) for one in positions.tolist()]
+        others = [row.get(_OTHERS, {}) for row in records]
         return {
-            name: [
-                _from_utf8(row.get(name) if name in _TEXTS else row.get(_OTHERS, {}).get(name))
-                for row in records
-            ]
+            name: [_restore(row.get(name)) for row in (records if name in _TEXTS else others)]
             for name in names
         }
 
     def vectors(self, positions: IntArray) -> FloatArray:
         """Return the vectors of rows, [n, dim]; zeros for rows that were removed meanwhile."""
-        vectors = np.zeros((len(positions), self.manifest.dim), np.float32)
-        known = self._get(positions, ["vector"])
-        for row, one in enumerate(positions.tolist()):
-            if one in known:
-                vectors[row] = known[one]["vector"]
-        return vectors
+        known, zeros = self._get(positions, ["vector"]), {"vector": [0.0] * self.manifest.dim}
+        vectors = [known.get(one, zeros)["vector"] for one in positions.tolist()]
+        return np.array(vectors, np.float32).reshape(-1, self.manifest.dim)
 
     def scores(self, queries: FloatArray, positions: IntArray) -> Scores:
         """Return the scores of each query with the rows at its positions; −inf at −1."""
@@ -418,7 +355,13 @@ class Collection:
         """Return the k nearest of the allowed rows: candidates of Milvus, scored in float64."""
         if k > MOST:
             raise UsageError(f"Milvus returns up to {spaced(MOST)} images per query, got k = {k}")
-        count = min(self.index.candidates(k), MOST)
+        count = min(indexes.compressed(k) if self.kind == "IVF_PQ" else k + SPARE, MOST)
+        effort = {}
+        if self.kind == "HNSW":
+            effort = {"ef": max(indexes.DEPTH, 2 * count)}
+        elif self.kind.startswith("IVF"):
+            lists = choose_index(self.manifest.index, 0)[1]["nlist"]
+            effort = {"nprobe": indexes.probes(lists)}
         parts = [Hits(np.empty((0, k), np.int64), np.empty((0, k)))]
         for part in chunks(len(queries), max(1, _NUMBERS // (count * self.manifest.dim))):
             lists = self.client.search(
@@ -428,7 +371,7 @@ class Collection:
                 filter=allowed,
                 limit=count,
                 output_fields=["vector"],
-                search_params={"params": self.index.depth(count)},
+                search_params={"params": effort},
             )
             positions = np.full((len(lists), count), -1, np.int64)
             vectors = np.zeros((*positions.shape, self.manifest.dim), np.float32)
@@ -443,62 +386,46 @@ class Collection:
         return Hits(positions[:, :width], scores[:, :width])
 
     def find_paths(self, table: Any) -> dict[bytes, int]:
-        """Return those of a table's paths that are in the gallery, and an id of each."""
-        known: dict[bytes, int] = {}
-        paths = rows.values(table["path"])
-        for part in chunks(len(paths), 512):
-            for row in self._query(_condition("path", paths[part]), ["id", "path"]):
-                known[os.fsencode(_from_utf8(row["path"]))] = row["id"]
-        return known
+        """Return those of a table's paths that are in the gallery, and their ids."""
+        found = self.positions(ids_of(table)).tolist()
+        pairs = zip(table["path"].to_pylist(), found, strict=True)
+        return {path: one for path, one in pairs if one >= 0}
 
-    def check_fits(self, table: Any) -> None:
-        """Accept any column: it may have values of any type."""
-
-    def insert(self, new: NewImages) -> IntArray:
-        """Add rows and return their ids; removes them again on an error."""
+    def write(self, new: NewImages) -> IntArray:
+        """Add or replace rows, and return their ids."""
         missing = [name for name in new.table.column_names if name not in self.columns]
         if missing:
-            keys = {f"{_COLUMN}{_to_utf8(name)}": "1" for name in missing}
+            keys = {f"{_COLUMN}{_store(name)}": "1" for name in missing}
             self.client.alter_collection_properties(self.name, keys)
             self.columns += missing
-        ids: list[int] = []
-        try:
-            for block in new.blocks(self.manifest):
-                for part in chunks(len(block), self._batch):
-                    data = _records(new.table.slice(len(ids), part.stop - part.start), block[part])
-                    ids += self.client.insert(self.name, data)["ids"]
-                    new.progress(len(ids), len(new.table))
-        except BaseException:
-            with suppress(ValueError):
-                self.delete(np.array(ids, np.int64))
-            raise
-        return np.array(ids, np.int64)
-
-    def delete(self, ids: IntArray) -> None:
-        """Remove rows."""
-        for part in chunks(len(ids), _ROWS):
-            self.client.delete(self.name, ids=ids[part].tolist())
+        ids, done = ids_of(new.table), 0
+        for block in new.blocks(self.manifest):
+            for part in chunks(len(block), self._batch):
+                vectors = block[part]
+                table = new.table.slice(done, len(vectors))
+                self.client.upsert(self.name, _records(table, vectors))
+                done += len(vectors)
+                new.progress(done, len(ids))
+        return ids
 
 
 def _records(table: Any, vectors: FloatArray) -> list[dict[str, Any]]:
     """Return rows as Milvus accepts them."""
-    columns = {name: list(map(_to_json, table[name].to_pylist())) for name in table.column_names}
-    texts = {name: columns.pop(name) for name in _TEXTS}
-    return [
-        {
-            "vector": vector,
-            **{name: values[row] for name, values in texts.items()},
-            _OTHERS: {n: values[row] for n, values in columns.items() if values[row] is not None},
-        }
-        for row, vector in enumerate(vectors)
-    ]
+    columns = {name: [*map(_store, rows.values(table[name]))] for name in table.column_names}
+    records = []
+    for row, one in enumerate(ids_of(table).tolist()):
+        values = {name: column[row] for name, column in columns.items()}
+        record = {"id": one, "vector": vectors[row], **{name: values.pop(name) for name in _TEXTS}}
+        record[_OTHERS] = {name: value for name, value in values.items() if value is not None}
+        records.append(record)
+    return records
 
 
 class MilvusGallery(Gallery):
     """A gallery on Milvus. Created and opened by `Gallery.build` and `Gallery.open`.
 
-    Every change is visible immediately to all, and writers do not wait for each other. Ids are
-    assigned by Milvus; the embedder is not stored there.
+    Every change is visible immediately to all, and writers do not wait for each other. Milvus does
+    not store the embedder.
     """
 
     _now: Collection
@@ -508,47 +435,47 @@ class MilvusGallery(Gallery):
         cls, embedder: Embedder, new: NewImages, path: str | os.PathLike[str], index: str
     ) -> MilvusGallery:
         """See `Gallery.build`."""
-        address = Address.parse(path)
-        Index.choose(index, len(new.table))  # raises for an unknown index
-        client = _Client(address)
-        _check_new(address, client)
-        folder, fingerprint = address.folder, embedder.fingerprint()
+        client = _Client(Address.parse(path))
+        kind, settings = choose_index(index, len(new.table))
+        address, fingerprint = client.address, embedder.fingerprint()
+        if client.has_collection(address.collection):
+            raise UsageError(
+                f"{address} already exists. Add to it: Gallery.open({str(address)!r}).add(…)"
+            )
+        folder = address.folder
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with locked(folder, new.report):
             new.embed(embedder, fingerprint, folder, required=True)
-            count = len(new.table)
-            chosen = Index.choose(index, count)
-            new.report(describe_index(str(chosen), count, prefix="Milvus "))
             manifest = Manifest(fingerprint, embedder.architecture.similarity, embedder.dim, index)
-            collection = Collection.create(address, client, manifest, chosen)
+            collection = Collection.create(client, manifest, kind, settings)
+            built = cls(folder, str(address), collection)
+            built._embedder, built.skipped = embedder, new.skipped
+            new.report(describe_index(built._indexes()[0], len(new.table), prefix="Milvus "))
             try:
-                collection.insert(new)
-                _check_new(address, client)  # another machine may have built it meanwhile
-                collection.finish()
+                collection.write(new)
+                client.rename_collection(collection.name, address.collection)
             except BaseException:
                 with suppress(ValueError):
-                    collection.drop()
+                    client.drop_collection(collection.name)
                 raise
             shutil.rmtree(folder / STAGING, ignore_errors=True)
-            built = cls(folder, str(address), Collection.open(address, client))
-            built._embedder, built.skipped = embedder, new.skipped
+            built.refresh()
             return built
 
     @classmethod
     def connect(cls, path: str | os.PathLike[str]) -> MilvusGallery:
         """See `Gallery.open`."""
-        address = Address.parse(path)
-        client = _find(address)
+        client = find(path)
         if client is None:
-            raise UsageError(f"no gallery {address}. `proximetry index` builds one.")
-        return cls(address.folder, str(address), Collection.open(address, client))
+            raise UsageError(f"no gallery {path}. `proximetry index` builds one.")
+        return cls(client.address.folder, str(client.address), Collection.open(client))
 
     def _newest(self) -> Collection:
-        return Collection.open(self._now.address, self._now.client)
+        return Collection.open(self._now.client)
 
     def _indexes(self) -> list[str]:
-        return [str(self._now.index)]
+        return [indexes.EXACT if self._now.kind == "FLAT" else self._now.kind]
 
     @property
     def embedder(self) -> Embedder:
@@ -563,22 +490,17 @@ class MilvusGallery(Gallery):
     def _write(self, new: NewImages, *, renew: bool) -> IntArray:
         now = self._newest()
         self._check_same(now)
-        old = np.empty(0, np.int64)
-        if renew:
-            paths = rows.values(new.table["path"])
-            parts = chunks(len(paths), 512)
-            old = np.concatenate([now.chosen(_condition("path", paths[part])) for part in parts])
-        else:
-            self._check_unknown(now, new.table)
-        ids = now.insert(new)
-        now.delete(old)
+        ids = now.write(new)
         new.discard()
         self._now = now
         return ids
 
     def remove(self, ids: Sequence[int] | IntArray, *, report: Report | None = None) -> None:
         """Remove images by their ids; `ids(where)` returns them."""
-        self._now.delete(self._positions(self._now, ids))
+        now = self._now
+        positions = self._positions(now, ids)
+        for part in chunks(len(positions), _ROWS):
+            now.client.delete(now.name, ids=positions[part].tolist())
 
     def compact(self, *, progress: Progress | None = None, report: Report | None = None) -> None:
         """Ask Milvus to reclaim the space of removed rows, which it also does on its own."""
@@ -594,23 +516,3 @@ class MilvusGallery(Gallery):
             if not valid.all():
                 names = some([str(one) for one in ids[~valid]])
                 raise ValueError(f"vectors in {self.name} are damaged: ids {names}")
-
-
-def exists(path: str) -> bool:
-    """Return whether there is a collection at an address."""
-    return _find(Address.parse(path)) is not None
-
-
-def _find(address: Address) -> _Client | None:
-    """Connect to Milvus if the collection is there."""
-    if address.local and not Path(address.uri).exists():
-        return None
-    client = _Client(address)
-    return client if client.has_collection(address.collection) else None
-
-
-def _check_new(address: Address, client: Any) -> None:
-    if client.has_collection(address.collection):
-        raise UsageError(
-            f"{address} already exists. Add to it: Gallery.open({str(address)!r}).add(…)"
-        )

@@ -51,10 +51,8 @@ class SearchResult:
         """Return a metadata column of the images, [queries, k]; None beside −1."""
         if name not in self.columns:
             raise ValueError(f"no column {name!r}. Columns: {', '.join(self.columns)}.")
-        there = self._positions >= 0
-        values = np.full(self.ids.shape, None, np.object_)
-        values[there] = self._take(self._positions[there], [name])[name]
-        return values
+        values = self._take(self._positions.ravel(), [name])[name]
+        return np.array(values, np.object_).reshape(self.ids.shape)
 
     @cached_property
     def paths(self) -> npt.NDArray[np.object_]:

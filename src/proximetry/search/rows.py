@@ -87,8 +87,7 @@ def _array(values: Sequence[Any], ours: bool) -> Any:
     if empty or any(isinstance(value, str) for value in values):
         encoded = [None if value is None else encode(str(value)) for value in values]
         return pa.array(encoded, pa.large_binary())
-    floating = any(isinstance(value, float) for value in values)
-    return pa.array(values, pa.float64()) if floating else pa.array(values)
+    return pa.array(values)
 
 
 def with_stamps(table: Any, stamps: Sequence[Any]) -> Any:

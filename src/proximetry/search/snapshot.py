@@ -186,15 +186,13 @@ def check_segment(folder: Path, info: SegmentInfo) -> None:
 class Segment:
     """An open segment: nothing of it is read before it is needed."""
 
-    info: SegmentInfo
-    vectors: FloatArray
+    part: Part  # all vectors
     ids: IntArray
     rows: Any
-    squares: FloatArray | None
     index: indexes.Index | None
 
     @classmethod
-    def open(cls, folder: Path, manifest: Manifest, info: SegmentInfo) -> Segment:
+    def open(cls, folder: Path, manifest: Manifest, info: SegmentInfo, start: int) -> Segment:
         """Open every file of a segment; raises FileNotFoundError for a missing one."""
         files = info.paths(folder)
         for kind, about in info.files.items():
@@ -207,12 +205,16 @@ class Segment:
             kind = rows.column_type(table, name)
             if kind is None or not rows.arrow().types.is_large_binary(kind):
                 raise DamagedGalleryError(files["rows"], f"its column {name} is {kind}")
-        return cls(
-            info,
+        vectors, squares = (
             _open_array(files["vectors"], (info.rows, manifest.dim), np.float32),
+            None,
+        )
+        if "squares" in files:
+            squares = _open_array(files["squares"], (info.rows,), np.float32)
+        return cls(
+            Part(vectors, squares, start),
             _open_array(files["ids"], (info.rows,), np.int64),
             table,
-            _open_array(files["squares"], (info.rows,), np.float32) if "squares" in files else None,
             indexes.Index(files["index"], info.index, info.effort) if info.index else None,
         )
 
@@ -225,7 +227,12 @@ class Snapshot:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
-        self.segments = [Segment.open(folder, manifest, info) for info in manifest.segments]
+        infos = manifest.segments
+        self.starts = np.cumsum([0, *(info.rows for info in infos)])
+        self.segments = [
+            Segment.open(folder, manifest, info, start)
+            for info, start in zip(infos, self.starts.tolist(), strict=False)
+        ]
         self.deleted: IntArray = np.empty(0, np.int64)
         if manifest.deleted:
             file = folder / manifest.deleted.name
@@ -234,12 +241,11 @@ class Snapshot:
         ids = self._ids[:-1]  # their order is relied upon
         if (np.diff(ids, prepend=-1, append=manifest.next_id) <= 0).any():
             raise DamagedGalleryError(folder, "ids are not in rising order")
-        self.starts = np.cumsum([0, *(len(segment.ids) for segment in self.segments)])
         self.store = Store(
-            [segment.vectors for segment in self.segments],
+            [segment.part.vectors for segment in self.segments],
             self.starts,
             manifest.similarity,
-            _above(max([segment.info.longest for segment in self.segments], default=0.0)),
+            _above(max([info.longest for info in infos], default=0.0)),
         )
 
     @classmethod
@@ -304,20 +310,21 @@ class Snapshot:
         return np.where(known, rows, -1)
 
     def vectors(self, positions: IntArray) -> FloatArray:
-        """Return the vectors at positions, [n, dim]."""
-        if not len(positions):
-            return np.empty((0, self.manifest.dim), np.float32)
-        return take(self.store.vectors, self.starts, positions)
+        """Return the vectors at positions, [n, dim]; zeros at −1."""
+        vectors, there = np.zeros((len(positions), self.manifest.dim), np.float32), positions >= 0
+        if there.any():
+            vectors[there] = take(self.store.vectors, self.starts, positions[there])
+        return vectors
 
     def scores(self, queries: FloatArray, positions: IntArray) -> Scores:
         """Return the scores of each query with the rows at its positions; −inf at −1."""
         return self.store.scores(queries, positions)
 
     def take(self, positions: IntArray, columns: Iterable[str]) -> dict[str, list[Any]]:
-        """Return columns of the rows at positions."""
+        """Return columns of the rows at positions; None at −1."""
         taken = {name: np.full(len(positions), None, np.object_) for name in columns}
         owner = np.searchsorted(self.starts, positions, "right") - 1
-        for number in np.unique(owner):
+        for number in np.unique(owner[owner >= 0]):
             table, here = self.segments[number].rows, owner == number
             part = rows.arrow().array(positions[here] - self.starts[number])
             for name in taken:
@@ -330,10 +337,6 @@ class Snapshot:
         paths = self.table["path"]
         mask = rows.contains(paths, table["path"].combine_chunks()) & self.alive
         return dict(zip(paths.filter(mask).to_pylist(), np.flatnonzero(mask).tolist(), strict=True))
-
-    def check_fits(self, table: Any) -> None:
-        """Reject rows whose columns have other types than here, or values that do not convert."""
-        rows.stack([self.table, table])
 
     @cached_property
     def columns(self) -> list[str]:
@@ -359,37 +362,35 @@ class Snapshot:
         k = min(k, self.largest_k)
         scanned: list[Part] = []
         hits: list[Hits] = []
-        for part, segment in zip(self.parts(allowed), self.segments, strict=True):
-            total, mask = len(segment.ids), part.allowed
-            count = total if mask is None else int(np.count_nonzero(mask))
-            if mask is not None and count < _GATHERED * total:
-                part = part._replace(rows=np.flatnonzero(mask), allowed=None)
-            few = mask is not None and count * self.manifest.dim <= SCANNED
+        for segment in self.segments:
+            part, total = segment.part, len(segment.ids)
+            mask = allowed[part.start : part.start + total]
+            count = int(np.count_nonzero(mask))
+            if count < _GATHERED * total:
+                part = part._replace(rows=np.flatnonzero(mask))
+            elif count < total:
+                part = part._replace(allowed=mask)
+            few = count < total and count * self.manifest.dim <= SCANNED
             if segment.index is None or few or count**2 < SHORTEST * k * total:
                 scanned.append(part)
             else:
-                hits.append(self._search_index(segment.index, part, mask, count, queries, k))
+                hits.append(self._search_index(segment.index, part, mask, queries, k))
         if scanned or not hits:
             hits.append(self.store.search(scanned, queries, k))
         return hits[0] if len(hits) == 1 else merge_hits(hits, k)
 
     def _search_index(
-        self,
-        index: indexes.Index,
-        part: Part,
-        mask: Mask | None,
-        count: int,
-        queries: FloatArray,
-        k: int,
+        self, index: indexes.Index, part: Part, mask: Mask, queries: FloatArray, k: int
     ) -> Hits:
         """Return the k nearest of the allowed rows among the candidates of an index.
 
         All allowed rows are scanned for a query that has less than half of its share of them
         around it, so that the index returns too few.
         """
-        share, near = count / len(part.vectors), k if mask is None else max(k, _NEAR)
+        count = int(np.count_nonzero(mask))
+        share, near = count / len(mask), k if count == len(mask) else max(k, _NEAR)
         rows = index.candidates(queries, near, share)
-        met = rows >= 0 if mask is None else (rows >= 0) & mask[rows]
+        met = (rows >= 0) & mask[rows]
         short = met.sum(1) < min(index.count(near), count)
         short |= met[:, : math.ceil(2 * near / share)].sum(1) < min(near, count)
         rows = -np.sort(np.where(met, -rows, 1), axis=1)[:, : met.sum(1).max(initial=0)]
@@ -397,15 +398,6 @@ class Snapshot:
         if short.any():
             hits.positions[short], hits.scores[short] = self.store.search([part], queries[short], k)
         return hits
-
-    def parts(self, allowed: Mask) -> list[Part]:
-        """Return the allowed rows of each segment, to be scanned."""
-        parts = []
-        for segment, start in zip(self.segments, self.starts.tolist(), strict=False):
-            mask = allowed[start : start + len(segment.ids)]
-            whole = None if mask.all() else mask
-            parts.append(Part(segment.vectors, segment.squares, start, allowed=whole))
-        return parts
 
     def blocks(self) -> Iterator[tuple[IntArray, FloatArray]]:
         """Yield positions and vectors of all rows."""

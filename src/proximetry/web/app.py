@@ -1,13 +1,10 @@
 """The HTTP API and the page, as one application."""
 
 import asyncio
-import hashlib
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -15,6 +12,8 @@ import numpy as np
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse
+from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, Field, ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -26,7 +25,7 @@ from proximetry._util.machine import cores
 from proximetry.data import ImageError
 from proximetry.search.gallery import ROUNDING
 from proximetry.search.rows import parse_conditions
-from proximetry.web.guard import MOST_BYTES
+from proximetry.web.guard import MOST_BYTES, problem
 from proximetry.web.map import MOST, MapError, MapMaker
 from proximetry.web.searcher import MOST_PIXELS, Conditions, Searcher
 from proximetry.web.view import SIZES, View, plain
@@ -36,12 +35,7 @@ T = TypeVar("T")
 MOST_FOUND = 1000
 _LARGEST_ID = 2**63 - 1
 _MOST_CLASSES = 2000  # listed on the page
-_KINDS = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
+_STATIC = Path(__file__).parent / "static"
 _DESCRIPTION = f"""Searches a gallery of images by their embeddings.
 
 Errors are JSON, `{{"detail": MESSAGE}}`. A server with a token requires the header
@@ -168,9 +162,9 @@ class Service:
 
     def __init__(self, path: Path) -> None:
         self.view = View(path)
-        self.searcher = Searcher(self.view)
-        self.maps = MapMaker()
         self._pool = ThreadPoolExecutor(cores(), thread_name_prefix="images")
+        self.searcher = Searcher(self.view, self._pool)
+        self.maps = MapMaker()
         self._map: tuple[tuple[str, str], bytes] | None = None
         self.searcher.warm_up()
         self.maps.get(self.view.about().gallery)
@@ -236,11 +230,6 @@ class Service:
         return 200, self._map[1]
 
 
-def _problem(status: int, detail: str, headers: Mapping[str, str] | None = None) -> Response:
-    content = json.dumps({"detail": detail})  # escapes lone surrogates
-    return Response(content, status, headers, "application/json")
-
-
 def make_app(path: Path) -> FastAPI:
     """Open a gallery and return its application, to be wrapped in a `guard.Guard`."""
     service = Service(path)
@@ -264,7 +253,12 @@ def make_app(path: Path) -> FastAPI:
     _add_search(app, service)
     _add_items(app, service)
     _add_gallery(app, service)
-    _add_page(app)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(_STATIC / "index.html")
+
+    app.mount("/static", StaticFiles(directory=_STATIC))
     return app
 
 
@@ -274,7 +268,7 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(StarletteHTTPException)
     async def http_error(request: Request, error: StarletteHTTPException) -> Response:
         detail = "not found" if error.detail == "Not Found" else str(error.detail)
-        return _problem(error.status_code, detail, error.headers)
+        return problem(error.status_code, detail, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -282,15 +276,15 @@ def _handle_errors(app: FastAPI) -> None:
         where = ".".join(str(part) for part in first["loc"][1:])
         value = "" if first["type"] == "missing" else f", got {shown(first['input'])}"
         message = first["msg"][:1].lower() + first["msg"][1:]
-        return _problem(422, f"{where}: {message}{value}")
+        return problem(422, f"{where}: {message}{value}")
 
     @app.exception_handler(UsageError)
     async def bad_request(request: Request, error: UsageError) -> Response:
-        return _problem(422, shorten(str(error), 500))
+        return problem(422, shorten(str(error), 500))
 
     @app.exception_handler(ImageError)
     async def unreadable(request: Request, error: ImageError) -> Response:
-        return _problem(415, f"the upload is {shorten(error.reason, 300)}")
+        return problem(415, f"the upload is {shorten(error.reason, 300)}")
 
     @app.exception_handler(ClientDisconnect)
     async def disconnected(request: Request, error: ClientDisconnect) -> Response:
@@ -298,7 +292,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return _problem(500, "internal error; see the log of the server")
+        return problem(500, "internal error; see the log of the server")
 
 
 def _add_search(app: FastAPI, service: Service) -> None:
@@ -419,30 +413,3 @@ def _add_gallery(app: FastAPI, service: Service) -> None:
         if not service.searcher.alive:
             raise HTTPException(503, "searches are not answered any more")
         return {"status": "ok"}
-
-
-def _add_page(app: FastAPI) -> None:
-    """Serve the page: files of this package, read once."""
-    files = {
-        file.name: file.read_bytes()
-        for file in resources.files("proximetry.web").joinpath("static").iterdir()
-        if Path(file.name).suffix in _KINDS
-    }
-
-    def send(request: Request, name: str) -> Response:
-        if name not in files:
-            raise HTTPException(404, "not found")
-        content = files[name]
-        mark = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-        headers = {"Cache-Control": "no-cache", "ETag": mark}
-        if request.headers.get("if-none-match") == mark:
-            return Response(None, 304, headers)
-        return Response(content, 200, headers, _KINDS[Path(name).suffix])
-
-    @app.get("/", include_in_schema=False)
-    async def page(request: Request) -> Response:
-        return send(request, "index.html")
-
-    @app.get("/static/{name}", include_in_schema=False)
-    async def static(request: Request, name: str) -> Response:
-        return send(request, name)

@@ -5,7 +5,7 @@ import hashlib
 import hmac
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from html import escape
 from http import HTTPStatus
 from urllib.parse import parse_qs
@@ -60,6 +60,12 @@ def check_token(token: str) -> str:
     return token
 
 
+def problem(status: int, detail: str, headers: Mapping[str, str] | None = None) -> Response:
+    """Return an error as JSON."""
+    content = json.dumps({"detail": detail})  # escapes lone surrogates
+    return Response(content, status, headers, "application/json")
+
+
 class Guard:
     """Passes allowed requests to an application, and limits their number.
 
@@ -100,8 +106,7 @@ class Guard:
             self._check(scope, headers)
             await self._admit(scope, headers, receive, guarded)
         except HTTPException as error:
-            body = json.dumps({"detail": error.detail})
-            answer = Response(body, error.status_code, error.headers, "application/json")
+            answer = problem(error.status_code, error.detail, error.headers)
             if "text/html" in headers.get("accept", ""):
                 name = HTTPStatus(error.status_code).phrase
                 page = _PAGE.format(name=name, detail=escape(error.detail))

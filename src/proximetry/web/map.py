@@ -1,7 +1,4 @@
-"""The map of a gallery: computed in a child process with low priority, and cached.
-
-The process ends with the server, even if the server is killed.
-"""
+"""The map of a gallery: computed in a child process with low priority, and cached."""
 
 import logging
 import math
@@ -14,7 +11,7 @@ import zlib
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -109,17 +106,9 @@ def sample(gallery: "Gallery") -> tuple[npt.NDArray[np.int64], npt.NDArray[np.fl
 def _run(*job: Any) -> None:
     """Compute a map in the child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
-    Thread(target=_exit_with_parent, daemon=True).start()
     with suppress(OSError, AttributeError):
         os.nice(10)
     compute(*job)
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def compute(version: str, ids: Any, vectors: Any, similarity: Any) -> None:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from fastapi import HTTPException
 from torch import Tensor
 
 from proximetry._util.errors import UsageError
-from proximetry._util.machine import cores
 from proximetry.models import Embedder
 from proximetry.search import SearchResult
 from proximetry.web.view import View
@@ -59,20 +58,18 @@ class _Job(NamedTuple):
 
 
 class Searcher:
-    """Answers queries in one thread, and decodes images in others."""
+    """Answers queries in one thread, and decodes images in a pool."""
 
-    def __init__(self, view: View) -> None:
-        self._view = view
+    def __init__(self, view: View, pool: Executor) -> None:
+        self._view, self._pool = view, pool
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._decoders = ThreadPoolExecutor(cores(), thread_name_prefix="decode")
         self._thread = Thread(target=self._work, name="search", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the threads; waiting queries are still answered."""
+        """End the thread; waiting queries are still answered."""
         self._jobs.put(None)
         self._thread.join()
-        self._decoders.shutdown(cancel_futures=True)
 
     @property
     def alive(self) -> bool:
@@ -96,7 +93,7 @@ class Searcher:
             return embedder, embedder.preprocessing.pixels(read(), max_pixels=MOST_PIXELS)
 
         loop = asyncio.get_running_loop()
-        embedder, pixels = await loop.run_in_executor(self._decoders, decode)
+        embedder, pixels = await loop.run_in_executor(self._pool, decode)
         return await self._submit(embedder, pixels, None, k, where)
 
     async def search_item(self, item: int, k: int, where: Conditions) -> Answer:

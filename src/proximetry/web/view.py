@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
@@ -174,15 +175,12 @@ def _describe(gallery: Gallery) -> About:
     draw = np.random.default_rng(0)
     sample = np.sort(draw.permutation(gallery.ids())[:_SAMPLED])
     paths = gallery.rows(sample, ["path"])["path"]
-    counts = gallery.count_labels()
+    classes = Counter(gallery.count_labels()).most_common()
     folders = [os.path.dirname(split_shard_path(path)[0]) for path in paths]
     return About(
         gallery,
         os.path.commonpath(folders) if folders else "",
-        {
-            plain(name): counts[name]
-            for name in sorted(counts, key=counts.__getitem__, reverse=True)
-        },
+        {plain(name): count for name, count in classes},
         [int(one) for one in draw.permutation(sample)[:_SUGGESTED]],
     )
 
