@@ -131,48 +131,6 @@ def test_save_rejects_values_json_cannot_represent(tmp_path):
     assert not (tmp_path / "e").exists()
 
 
-def describe(folder, **changes):
-    path = folder / "embedder.json"
-    content = json.loads(path.read_text())
-    content.pop("checksum", None)  # as someone would who changes the file by hand
-    path.write_text(json.dumps({**content, **changes}))
-
-
-def test_load_rejects_damaged_descriptions(tmp_path):
-    with pytest.raises(ValueError, match="nowhere"):
-        Embedder.load(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"embedder\.json"):
-        Embedder.load(tmp_path)
-    make().save(tmp_path / "e")
-    path = tmp_path / "e" / "embedder.json"
-    good = path.read_text()
-    architecture = json.loads(good)["architecture"]
-
-    for changes, message in (
-        ({"version": 99}, "version 99"),
-        ({"format": "other"}, "embedder"),
-        ({"tensors": {"file": "../../etc/passwd"}}, "weights file"),
-        ({"tensors": None}, "weights file"),
-        ({"architecture": {"backbone": "test_resnet"}}, "damaged"),
-        ({"architecture": {**architecture, "similarity": "?"}}, "similarity"),
-        ({"architecture": {**architecture, "tta_crops": [2]}}, "tta_crops"),
-        ({"architecture": {**architecture, "backbone": "hf-hub:x/y"}}, "unknown backbone"),
-        ({"architecture": {**architecture, "backbone": "test_efficientnet"}}, "do not fit"),
-        ({"architecture": None}, "architecture"),
-        ({"class_names": 7}, "class_names"),
-        ({"preprocessing": {}}, "damaged"),
-        ({"weights": {}}, "damaged"),
-    ):
-        path.write_text(good)
-        describe(tmp_path / "e", **changes)
-        with pytest.raises(ValueError, match=message):
-            Embedder.load(tmp_path / "e")
-    path.write_text(good)
-    next((tmp_path / "e").glob("*.safetensors")).unlink()
-    with pytest.raises(ValueError, match="No such file"):
-        Embedder.load(tmp_path / "e")
-
-
 def test_half_precision_and_channels_last_weights(tmp_path):
     half = make().to(torch.bfloat16)
     half.save(tmp_path / "half")
