@@ -111,7 +111,8 @@ def test_squash_overrides_crop_mode_of_timm():
     assert from_timm("resnet18.a1_in1k", squash=True).resize == (224, 224)
     assert from_timm(border, squash=True).resize == (392, 392)
     with pytest.warns(UserWarning, match="crop_mode"):
-        assert from_timm(border).resize == 392  # and crops the center
+        centered = from_timm(border)
+    assert (centered.resize, centered.crop) == (392, (392, 392))
 
 
 @pytest.mark.parametrize(
