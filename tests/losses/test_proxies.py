@@ -174,20 +174,11 @@ def test_parameter_groups_hold_everything_once():
     torch.optim.AdamW(groups)
 
 
-class Parts(nn.Module):
-    """A model with a backbone and a head, as the Embedder."""
-
-    def __init__(self):
-        super().__init__()
-        self.backbone, self.head = nn.Linear(4, 4), nn.Linear(4, 5)
-        self.backbone.requires_grad_(False)
-
-    def parameter_parts(self):
-        return {"backbone": [*self.backbone.parameters()], "head": [*self.head.parameters()]}
-
-
 def test_parameter_groups_of_a_model_with_parts():
-    model, objective = Parts(), nn.ModuleDict({"loss": make("proxy_anchor")})
+    backbone, head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 5)
+    model, objective = nn.Sequential(backbone, head), nn.ModuleDict({"loss": make("proxy_anchor")})
+    parts = {"backbone": [*backbone.parameters()], "head": [*head.parameters()]}
+    model.parameter_parts = lambda: parts  # as the Embedder has it
     groups = parameter_groups(model, objective, lr=1e-3, head_lr_multiplier=10.0)
     assert [g["name"] for g in groups] == ["backbone", "head", "proxies"]
     assert [g["lr"] for g in groups] == [1e-3, pytest.approx(1e-2), pytest.approx(0.1)]

@@ -168,17 +168,6 @@ def test_batch_of_ignored_labels_has_zero_loss_and_gradient(name, reduction, eng
             assert (one == 0).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_labels_are_ignored_without_check_labels(name):
-    x, y = batch(dtype=torch.float32)
-    y[3] = -1
-    loss = make(name, k=2, engine="dense").eval()
-    expected = loss(x, y).item()
-    assert expected == pytest.approx(loss(x[y >= 0], y[y >= 0]).item(), rel=1e-6)
-    loss.check_labels = False
-    assert loss(x, y).item() == pytest.approx(expected, rel=1e-6)
-
-
 def test_center_losses_ignore_labels():
     x, y = batch(dtype=torch.float32)
     y[3] = y[5] = -1

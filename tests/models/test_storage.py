@@ -108,7 +108,7 @@ def test_killed_save_keeps_the_old_embedder_or_the_new(tmp_path):
     assert len(list(folder.iterdir())) == 2  # partial files were removed
 
 
-def test_save_rejects_folders_with_other_files(tmp_path):
+def test_save_rejects_folders_with_other_files_and_values_json_cannot_represent(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ValueError, match=r"thesis\.txt"):
         make().save(tmp_path)
@@ -118,17 +118,14 @@ def test_save_rejects_folders_with_other_files(tmp_path):
     with pytest.raises(ValueError, match="is a file"):
         make().save(tmp_path / "thesis.txt")
     assert (tmp_path / "embedder.json").read_text() == "{}"
+    with pytest.raises(ValueError, match="plain values"):
+        make().save(tmp_path / "e", metrics={"x": object()})
+    assert not (tmp_path / "e").exists()
     # Other files beside an embedder stay.
     make().save(tmp_path / "e")
     (tmp_path / "e" / "README.md").write_text("mine")
     make(3).save(tmp_path / "e")
     assert (tmp_path / "e" / "README.md").read_text() == "mine"
-
-
-def test_save_rejects_values_json_cannot_represent(tmp_path):
-    with pytest.raises(ValueError, match="plain values"):
-        make().save(tmp_path / "e", metrics={"x": object()})
-    assert not (tmp_path / "e").exists()
 
 
 def test_half_precision_and_channels_last_weights(tmp_path):
