@@ -99,8 +99,7 @@ def test_backward_with_a_factor_and_twice_through_one_graph(name):
     inputs = (x, loss.proxies.weight)
     first = torch.autograd.grad(2.5 * value, inputs, retain_graph=True)
     second = torch.autograd.grad(value, inputs)
-    for a, b in zip(first, second, strict=True):
-        torch.testing.assert_close(a, 2.5 * b, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(first, tuple(2.5 * b for b in second), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -131,8 +130,7 @@ def test_double_backward_agrees_between_engines(name, reduction):
         first = torch.autograd.grad(value, inputs, create_graph=True)
         norm = sum(gradient.square().sum() for gradient in first)
         penalties.append(torch.autograd.grad(norm, inputs))
-    for a, b in zip(*penalties, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(*penalties, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["proxy_anchor", "soft_triple"])
