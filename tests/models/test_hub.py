@@ -152,12 +152,10 @@ def test_tokens_and_private_repositories(server, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="hf auth login"):
         embedder.push_to_hub(REPO)
     assert server.requests == []
-    monkeypatch.setenv("HF_TOKEN", READER)
-    with pytest.raises(ValueError, match=r"lab/jays: .*403"):
-        embedder.push_to_hub(REPO)
-    monkeypatch.setenv("HF_TOKEN", "hf_old")
-    with pytest.raises(ValueError, match="lab/jays"):
-        embedder.push_to_hub(REPO)
+    for token, message in ((READER, "lab/jays: .*403"), ("hf_old", "lab/jays")):
+        monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(ValueError, match=message):
+            embedder.push_to_hub(REPO)
     assert server.commits == {}
     monkeypatch.setenv("HF_TOKEN", WRITER)
     embedder.push_to_hub(REPO, private=True)
@@ -205,10 +203,9 @@ def test_offline_download_uses_the_cache(server, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     use_endpoint(monkeypatch, "http://127.0.0.1:9")
     assert equal(Embedder.from_hub(REPO), embedder)
-    with pytest.raises(OSError, match=":9 cannot be reached"):
-        Embedder.from_hub("lab/new")
-    with pytest.raises(OSError, match=":9 cannot be reached"):
-        embedder.push_to_hub(REPO)
+    for call in (Embedder.from_hub, embedder.push_to_hub):
+        with pytest.raises(OSError, match=":9 cannot be reached"):
+            call("lab/new")
 
 
 def changed(files, **values):
