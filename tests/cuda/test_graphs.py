@@ -121,15 +121,6 @@ def test_stream_mismatch_warning_is_restored(enabled):
         native._set_warn_on_accumulate_grad_stream_mismatch(True)
 
 
-@on_gpu
-def test_recording_beside_garbage_graphs():
-    network = make_network()
-    for _ in range(20):
-        graphed = GraphedNetwork(network)
-        graphed(make_batch()).sum().backward()
-        graphed.me = graphed  # garbage from the next turn on
-
-
 @pytest.mark.parametrize("reported", [True, False])
 def test_failed_recording_is_reported_or_raised(record_with, reported):
     def record(module, arguments, allow_unused_input):

@@ -1,25 +1,45 @@
 """The Triton kernels in Triton's interpreter, on a GPU, and compiled for one."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from proximetry.data.resample import _kernel
-from tests.triton_cases import run_cases
 
-CASES = "kernel_cases.py", "resample_kernel_cases.py"
-
-
-@pytest.mark.slow
-def test_kernels_in_the_interpreter():
-    run_cases(__file__, CASES, "cpu")
+HERE = Path(__file__).parent
+NO_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no GPU: the interpreter stands in"
+)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: the interpreter stands in")
-def test_kernels_on_the_gpu():
-    run_cases(__file__, CASES, "cuda")
+def version(module):
+    return tuple(int(part) for part in module.__version__.split(".")[:2])
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=NO_GPU)]
+)
+def test_kernels(device):
+    """In another process: the interpreter has to be chosen before Triton is imported."""
+    triton = pytest.importorskip("triton")
+    if device == "cpu" and version(triton) < (3, 7) and version(np) >= (2, 4):
+        pytest.skip("the interpreter of Triton before 3.7 needs NumPy before 2.4")
+    environment = {**os.environ, "KERNEL_DEVICE": device, "TRITON_INTERPRET": "1"}
+    if device != "cpu":
+        del environment["TRITON_INTERPRET"]
+    cases = HERE / "kernel_cases.py", HERE / "resample_kernel_cases.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *cases]
+    root = HERE.parents[1]
+    run = subprocess.run(
+        command, env=environment, cwd=root, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout
 
 
 # What the interpreter accepts need not compile. A compiler for GPUs comes with Triton.

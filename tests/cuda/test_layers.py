@@ -74,21 +74,14 @@ def test_unsupported_layers_are_not_fused():
 @pytest.mark.parametrize(
     "prepare", [freeze_batchnorm, fuse, lambda model: fuse(freeze_batchnorm(model))]
 )
-def test_pickle_round_trip_of_frozen_and_fused_networks(prepare, tmp_path):
+def test_pickle_round_trip_of_frozen_and_fused_networks(prepare):
     model = prepare(network())
-    torch.save(model, tmp_path / "model.pt")
-    copies = [
-        pickle.loads(pickle.dumps(model)),
-        torch.load(tmp_path / "model.pt", weights_only=False),
-    ]
+    copied = pickle.loads(pickle.dumps(model))
+    kinds = [type(layer) for layer in model.modules()]
+    assert [type(layer) for layer in copied.modules()] == kinds
     x = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
-        expected = model.train()(x)
-        for copied in copies:
-            assert [type(layer) for layer in copied.modules()] == [
-                type(layer) for layer in model.modules()
-            ]
-            assert torch.equal(copied.train()(x), expected)
+        assert torch.equal(copied.train()(x), model.train()(x))
 
 
 def test_fuse_without_triton_changes_nothing(monkeypatch):

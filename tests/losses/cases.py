@@ -7,7 +7,6 @@ from proximetry.losses.dense import Problem
 
 NAMES = list(losses.LOSSES)
 MULTI = [name for name in NAMES if "proxies_per_class" in losses.loss_settings(name)]
-SUBCENTERS = [name for name in NAMES if losses.LOSSES[name].form.similarity == "max"]
 
 
 def make(name, classes=7, dim=5, k=None, seed=0, **settings):

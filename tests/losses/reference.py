@@ -4,6 +4,8 @@ Nothing here is shared with the package. ``x`` is [B, D], ``w`` is [C, K, D], ``
 with the name ``mpa`` has its formula in the function ``mpa``, with the settings by their names.
 """
 
+from itertools import combinations
+
 import numpy as np
 
 
@@ -30,30 +32,25 @@ def intra_class(w):
         return 0.0
     w = unit(w)
     total = 0.0
-    for c in range(C):
-        for t in range(K):
-            for s in range(t + 1, K):
-                total += np.sqrt(2 + 1e-5 - 2 * w[c, s] @ w[c, t])
+    for v in w:
+        total += sum(np.sqrt(2 + 1e-5 - 2 * a @ b) for a, b in combinations(v, 2))
     return total / (C * K * (K - 1))
 
 
+def squared_distances(x, w):
+    """[B, C], with one proxy per class."""
+    return ((unit(x)[:, None] - unit(w)[:, 0]) ** 2).sum(-1)
+
+
 def proxy_nca(x, w, y, temperature=1.0):
-    x, p = unit(x), unit(w)[:, 0]
     total = 0.0
-    for i in range(len(x)):
-        d = ((x[i] - p) ** 2).sum(-1) / temperature
-        others = [np.exp(-d[c]) for c in range(len(p)) if c != y[i]]
-        total += -np.log(np.exp(-d[y[i]]) / sum(others))
+    for d, c in zip(squared_distances(x, w) / temperature, y, strict=True):
+        total -= np.log(np.exp(-d[c]) / np.exp(-np.delete(d, c)).sum())
     return total / len(x)
 
 
 def proxy_nca_plus_plus(x, w, y, temperature=1 / 9):
-    x, p = unit(x), unit(w)[:, 0]
-    total = 0.0
-    for i in range(len(x)):
-        d = ((x[i] - p) ** 2).sum(-1) / temperature
-        total += -np.log(np.exp(-d[y[i]]) / np.exp(-d).sum())
-    return total / len(x)
+    return cross_entropy(-squared_distances(x, w) / temperature, y)
 
 
 def anchor_terms(S, y, alpha, margin):
@@ -99,9 +96,8 @@ def mpa_ap(x, w, y, alpha=32.0, margin=0.1, gamma=0.1, tau=0.2):
 
 
 def cross_entropy(logits, y):
-    return np.mean(
-        [-np.log(np.exp(z[c]) / np.exp(z).sum()) for z, c in zip(logits, y, strict=True)]
-    )
+    terms = [-np.log(np.exp(z[c]) / np.exp(z).sum()) for z, c in zip(logits, y, strict=True)]
+    return np.mean(terms)
 
 
 def soft_triple(x, w, y, scale=20.0, gamma=0.1, margin=0.01, tau=0.2):

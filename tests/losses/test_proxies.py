@@ -2,7 +2,6 @@
 
 import copy
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -132,43 +131,33 @@ def test_growing_several_proxies_covers_the_groups_of_the_examples():
     assert not torch.equal(proxies.weight[5, 0], proxies.weight[5, 1])
 
 
+PLAIN, NAMED = Proxies(2, 3), Proxies(2, 3, names=["a", "b"])
+
+
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("proxies", "new_classes", "options", "message"),
     [
-        (lambda _: Proxies(2, 3, names=["a", "b"]).grow(1, optimizer=None), "need names"),
-        (lambda _: Proxies(2, 3, names=["a", "b"]).grow(["a"], optimizer=None), "duplicate"),
-        (lambda grow: grow(0), "new_classes .* got 0"),
-        (lambda grow: grow(["x"]), "have no names"),
-        (lambda grow: grow("robin"), "new_classes .* got 'robin'"),
-        (lambda grow: grow(2, init=torch.zeros(3, 3)), r"got \[3, 3\]"),
-        (
-            lambda _: Proxies(2, 3, 2).grow(1, optimizer=None, init=torch.ones(1, 3)),
-            r"\[1, 2, 3\], got \[1, 3\]",
-        ),
-        (lambda grow: grow(2, init=[torch.zeros(1, 3)]), "got 1 sets"),
-        (lambda grow: grow(1, init=[torch.zeros(1, 4)]), r"got \[1, 4\]"),
-        (lambda grow: grow(2, init=torch.eye(3)[:2] / 0), "init of new class 0 is not finite"),
-        (
-            lambda grow: grow(2, init=[torch.ones(2, 3), torch.tensor([[0, 1, torch.nan]])]),
-            "class 1",
-        ),
-        (
-            lambda grow: grow(2, init=torch.eye(3)[:2] * torch.tensor([[1.0], [0]])),
-            "class 1 has no",
-        ),
-        (lambda grow: grow(1, init=[torch.tensor([[1.0, 0, 0], [-1, 0, 0]])]), "examples cancel"),
-        (lambda grow: grow(1.5), "new_classes .* got 1.5"),
-        (lambda grow: grow(1, init="flat"), "init .* got 'flat'"),
-        (
-            lambda grow: grow(1, optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))])),
-            "does not hold",
-        ),
+        (NAMED, 1, {}, "need names"),
+        (NAMED, ["a"], {}, "duplicate"),
+        (PLAIN, 0, {}, "new_classes .* got 0"),
+        (PLAIN, 1.5, {}, "new_classes .* got 1.5"),
+        (PLAIN, ["x"], {}, "have no names"),
+        (PLAIN, "robin", {}, "new_classes .* got 'robin'"),
+        (PLAIN, 1, {"init": "flat"}, "init .* got 'flat'"),
+        (PLAIN, 2, {"init": torch.zeros(3, 3)}, r"got \[3, 3\]"),
+        (Proxies(2, 3, 2), 1, {"init": torch.ones(1, 3)}, r"\[1, 2, 3\], got \[1, 3\]"),
+        (PLAIN, 2, {"init": [torch.zeros(1, 3)]}, "got 1 sets"),
+        (PLAIN, 1, {"init": [torch.zeros(1, 4)]}, r"got \[1, 4\]"),
+        (PLAIN, 2, {"init": torch.eye(3)[:2] / 0}, "init of new class 0 is not finite"),
+        (PLAIN, 2, {"init": [torch.ones(2, 3), torch.eye(3) * torch.nan]}, "class 1"),
+        (PLAIN, 2, {"init": torch.diag(torch.tensor([1.0, 0, 0]))[:2]}, "class 1 has no"),
+        (PLAIN, 1, {"init": [torch.tensor([[1.0, 0, 0], [-1, 0, 0]])]}, "examples cancel"),
+        (PLAIN, 1, {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "does not hold"),
     ],
 )
-def test_grow_rejects_invalid_arguments(call, message):
-    proxies = Proxies(2, 3)
+def test_grow_rejects_invalid_arguments(proxies, new_classes, options, message):
     with pytest.raises(ValueError, match=message):
-        call(partial(proxies.grow, optimizer=None))
+        proxies.grow(new_classes, **{"optimizer": None} | options)
     assert proxies.num_classes == 2
 
 
@@ -185,20 +174,11 @@ def test_parameter_groups_hold_everything_once():
     torch.optim.AdamW(groups)
 
 
-class Parts(nn.Module):
-    """A model with a backbone and a head, as the Embedder."""
-
-    def __init__(self):
-        super().__init__()
-        self.backbone, self.head = nn.Linear(4, 4), nn.Linear(4, 5)
-        self.backbone.requires_grad_(False)
-
-    def parameter_parts(self):
-        return {"backbone": [*self.backbone.parameters()], "head": [*self.head.parameters()]}
-
-
 def test_parameter_groups_of_a_model_with_parts():
-    model, objective = Parts(), nn.ModuleDict({"loss": make("proxy_anchor")})
+    backbone, head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 5)
+    model, objective = nn.Sequential(backbone, head), nn.ModuleDict({"loss": make("proxy_anchor")})
+    parts = {"backbone": [*backbone.parameters()], "head": [*head.parameters()]}
+    model.parameter_parts = lambda: parts  # as the Embedder has it
     groups = parameter_groups(model, objective, lr=1e-3, head_lr_multiplier=10.0)
     assert [g["name"] for g in groups] == ["backbone", "head", "proxies"]
     assert [g["lr"] for g in groups] == [1e-3, pytest.approx(1e-2), pytest.approx(0.1)]
@@ -227,20 +207,20 @@ def test_training_a_few_steps_separates_classes():
         assert (loss.similarities(model(data)).argmax(1) == y).float().mean() > 0.95, name
 
 
+MODEL, LOSS = nn.Linear(4, 5), make("proxy_anchor")
+
+
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("modules", "options", "message"),
     [
-        (lambda model, loss: parameter_groups(model, lr=1e-3), "proxies"),
-        (lambda model, loss: parameter_groups(model, nn.Linear(2, 2), lr=1e-3), "proxies"),
-        (
-            lambda model, loss: parameter_groups(nn.ModuleList([model, loss]), loss, lr=1),
-            "duplicate",
-        ),
-        (lambda model, loss: parameter_groups(model, loss, loss, lr=1e-3), "duplicate"),
-        (lambda model, loss: parameter_groups(model, loss, lr=0), "lr .* 0"),
-        (lambda model, loss: parameter_groups(model, loss, lr=1, head_lr_multiplier=9), "Linear"),
+        ([], {"lr": 1e-3}, "proxies"),
+        ([nn.Linear(2, 2)], {"lr": 1e-3}, "proxies"),
+        ([nn.ModuleList([MODEL]), LOSS], {"lr": 1}, "duplicate"),
+        ([LOSS, LOSS], {"lr": 1e-3}, "duplicate"),
+        ([LOSS], {"lr": 0}, "lr .* 0"),
+        ([LOSS], {"lr": 1, "head_lr_multiplier": 9}, "Linear"),
     ],
 )
-def test_parameter_groups_reject_invalid_arguments(call, message):
+def test_parameter_groups_reject_invalid_arguments(modules, options, message):
     with pytest.raises(ValueError, match=message):
-        call(nn.Linear(4, 5), make("proxy_anchor"))
+        parameter_groups(MODEL, *modules, **options)

@@ -49,9 +49,6 @@ def test_intra_class_gradcheck_in_blocks_and_backward_twice(monkeypatch):
     (first,) = torch.autograd.grad(value, w, retain_graph=True)
     (second,) = torch.autograd.grad(value, w)
     torch.testing.assert_close(first, second)
-    same = torch.ones(3, 4, 5, requires_grad=True)
-    IntraClassRegularizer(0.7)(same).backward()
-    assert torch.isfinite(same.grad).all()
 
 
 def exclusive(w):
@@ -83,23 +80,26 @@ def test_exclusive_gradient_reaches_both_members_of_a_pair(shape, entries, monke
     assert torch.autograd.gradcheck(ExclusiveRegularizer(), (draw(*shape).requires_grad_(),))
 
 
-def test_exclusive_with_ties_zero_vectors_and_one_class():
-    same = torch.ones(6, 1, 3, requires_grad=True)
-    value = ExclusiveRegularizer()(same)
-    assert value.item() == pytest.approx(1.0)
+@pytest.mark.parametrize(
+    ("term", "w", "expected"),
+    [
+        (IntraClassRegularizer(1.0), torch.ones(3, 4, 5), np.sqrt(1e-5) / 2),
+        (ExclusiveRegularizer(), torch.ones(6, 1, 3), 1.0),
+        (ExclusiveRegularizer(), torch.zeros(3, 1, 3), 0.0),
+        (ExclusiveRegularizer(), torch.ones(1, 2, 3), 0.0),
+    ],
+)
+def test_equal_zero_and_single_proxies_have_finite_gradients(term, w, expected):
+    w.requires_grad_()
+    value = term(w)
     value.backward()
-    assert torch.isfinite(same.grad).all()
-    zero = torch.zeros(3, 1, 3, requires_grad=True)
-    ExclusiveRegularizer()(zero).backward()
-    assert (zero.grad == 0).all()
-    one = torch.ones(1, 2, 3, requires_grad=True)
-    single = ExclusiveRegularizer()(one)
-    single.backward()
-    assert single.item() == 0.0
+    assert value.item() == pytest.approx(expected, rel=0.05)
+    assert torch.isfinite(w.grad).all()
+    assert expected != 0 or (w.grad == 0).all()
 
 
 @pytest.mark.parametrize("term", [IntraClassRegularizer(), ExclusiveRegularizer()])
-def test_proxies_of_any_length_and_none_that_are_not_finite(term):
+def test_length_of_proxies_does_not_matter_and_nan_makes_nan(term):
     w = draw(6, 2, 5).float()
     expected = term(w).item()
     for scale in (1e-30, 1e-20, 1e20, 1e30):
@@ -140,7 +140,7 @@ def test_angular_center_loss_is_its_formula(classes, k, dim, seed):
     assert value.item() == pytest.approx(2.0 * np.mean(1 - cosines.max(1)), rel=1e-9)
 
 
-def test_angular_center_loss_draws_both_the_embedding_and_its_own_proxy():
+def test_angular_center_loss_gradient_reaches_embedding_and_own_proxy():
     w, x = draw(4, 3, seed=1).requires_grad_(), draw(5, 3).requires_grad_()
     y = torch.tensor([0, 1, 1, 0, 1])
     term = AngularCenterLoss(0.5)
@@ -194,10 +194,7 @@ def test_quantization_is_the_distance_to_the_code(batch, dim, seed):
     for vector in x.numpy():
         code = np.where(vector > 0, 1.0, -1.0)
         length, root = np.sqrt((vector**2).sum()), np.sqrt(dim)
-        distance = sum((v / length - b / root) ** 2 for v, b in zip(vector, code, strict=True))
-        cosine = (vector @ code) / (length * root)
-        assert distance == pytest.approx(2 * (1 - cosine), abs=1e-12)
-        total += distance / batch
+        total += ((vector / length - code / root) ** 2).sum() / batch
     assert QuantizationLoss(0.7)(x).item() == pytest.approx(0.7 * total, abs=1e-12)
     # Neither the length of a vector nor the precision of the network matters.
     assert QuantizationLoss(0.7)(x * 1e3).item() == pytest.approx(0.7 * total, abs=1e-12)

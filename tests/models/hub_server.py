@@ -14,7 +14,7 @@ class Hub:
     """Repositories in memory: a list of commits each, of which every one is a dict of files."""
 
     def __init__(self):
-        self.commits, self.private, self.stored, self.requests = {}, set(), {}, []
+        self.commits, self.private, self.requests = {}, set(), []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.hub = self
         self.address = f"http://127.0.0.1:{self._server.server_port}"
@@ -49,7 +49,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self._act()
 
-    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
+    do_HEAD = do_POST = do_GET  # noqa: N815
 
     def _answer(self, status, content=b"", **headers):
         if not isinstance(content, bytes):
@@ -73,7 +73,6 @@ class _Handler(BaseHTTPRequestHandler):
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if token not in ("", WRITER, READER):
             return self._answer(401, {"error": "Invalid credentials in Authorization header"})
-        # Large files go to addresses that the hub has signed.
         writes = self.command == "POST" and "validate" not in path
         if writes and token != WRITER:
             return self._reject(403, "", "you need write access")
@@ -96,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = {"url": f"{hub.address}/{repo}"}
         if repo in hub.commits:
             return self._answer(409, {"error": "You already created this model repo", **url})
-        hub.commit(repo, {".gitattributes": b"*.safetensors filter=lfs\n"})
+        hub.commit(repo, {".gitattributes": b""})
         if request.get("private") or request.get("visibility") == "private":
             hub.private.add(repo)
         return self._answer(200, url)
@@ -111,28 +110,9 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(200, {"errors": [], "warnings": []})
 
     def _preupload(self, hub, body, repo):
-        modes = [
-            {
-                "path": file["path"],
-                "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
-                "shouldIgnore": False,
-                "oid": None,
-            }
-            for file in json.loads(body)["files"]
-        ]
-        self._answer(200, {"files": modes})
-
-    def _batch(self, hub, body, repo):
-        objects = [
-            {**one, "actions": {"upload": {"href": f"{hub.address}/lfs/{one['oid']}"}}}
-            for one in json.loads(body)["objects"]
-        ]
-        self._answer(200, {"transfer": "basic", "objects": objects})
-
-    def _store(self, hub, body, oid):
-        assert hashlib.sha256(body).hexdigest() == oid
-        hub.stored[oid] = body
-        self._answer(200)
+        mode = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+        files = [{"path": file["path"], **mode} for file in json.loads(body)["files"]]
+        self._answer(200, {"files": files})
 
     def _commit(self, hub, body, repo):
         lines = [json.loads(line) for line in body.splitlines()]
@@ -143,8 +123,6 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._answer(412, {"error": "A commit has happened since."})
             if kind == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
-            elif kind == "lfsFile":
-                files[value["path"]] = hub.stored[value["oid"]]
             elif kind == "deletedFile":
                 del files[value["path"]]
         hub.commit(repo, files)
@@ -169,8 +147,6 @@ ROUTES = [
     (r"POST /api/validate-yaml", _Handler._validate),
     (rf"GET /api/models/{REPO}", _Handler._info),
     (rf"POST /api/models/{REPO}/preupload/main", _Handler._preupload),
-    (rf"POST /{REPO}\.git/info/lfs/objects/batch", _Handler._batch),
-    (r"PUT /lfs/(?P<oid>[0-9a-f]{64})", _Handler._store),
     (rf"POST /api/models/{REPO}/commit/main", _Handler._commit),
     (rf"(HEAD|GET) /{REPO}/resolve/(?P<revision>[^/]+)/(?P<file>.+)", _Handler._resolve),
 ]

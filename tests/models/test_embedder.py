@@ -19,18 +19,20 @@ def small(dim=16, **settings):
     return Embedder.create("test_resnet", dim, weights="none", image_size=64, **settings)
 
 
-def reference_pooling(kind, features):
-    flat = features.double().numpy().reshape(*features.shape[:2], -1)
-    if kind == "avg":
-        return flat.mean(-1)
-    if kind == "max":
-        return flat.max(-1)
-    if kind == "avg+max":
-        return flat.mean(-1) + flat.max(-1)
+def gem(flat):
     return (np.maximum(flat, 1e-6) ** 3).mean(-1) ** (1 / 3)
 
 
-@pytest.mark.parametrize("kind", ["avg", "max", "avg+max", "gem", "gem-learned"])
+POOLINGS = {
+    "avg": lambda flat: flat.mean(-1),
+    "max": lambda flat: flat.max(-1),
+    "avg+max": lambda flat: flat.mean(-1) + flat.max(-1),
+    "gem": gem,
+    "gem-learned": gem,
+}
+
+
+@pytest.mark.parametrize("kind", POOLINGS)
 @pytest.mark.parametrize("layer_norm", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_forward_equals_numpy_reference(kind, layer_norm, normalize):
@@ -38,7 +40,8 @@ def test_forward_equals_numpy_reference(kind, layer_norm, normalize):
     embedder = small(pooling=kind, layer_norm=layer_norm, normalize=normalize).eval()
     pixels = torch.randn(3, 3, 64, 64)
     with torch.no_grad():
-        pooled = reference_pooling(kind, embedder.backbone.forward_features(pixels))
+        features = embedder.backbone.forward_features(pixels).double().numpy()
+        pooled = POOLINGS[kind](features.reshape(*features.shape[:2], -1))
         found = embedder(pixels).double().numpy()
     if layer_norm:
         spread = np.sqrt(pooled.var(-1, keepdims=True) + 1e-5)
@@ -98,25 +101,25 @@ def test_half_precision_and_gradient_of_gem():
     assert float(GeM()(large)) == pytest.approx(100.0, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["test_resnet", "test_convnext", "test_vit", "bn_inception"])
-def test_parameter_parts_cover_trainable_parameters(name):
-    embedder = Embedder.create(name, 8, weights="none", pooling="auto")
+@pytest.mark.parametrize(
+    ("name", "pooling", "head"),
+    [
+        ("test_resnet", "gem-learned", 3),
+        *((name, "auto", 2) for name in ("test_resnet", "test_convnext", "test_vit")),
+    ],
+)
+def test_parameter_parts_cover_trainable_parameters(name, pooling, head):
+    embedder = Embedder.create(name, 8, weights="none", pooling=pooling)
     parts = embedder.parameter_parts()
     listed = [id(value) for part in parts.values() for value in part]
     learning = [id(value) for value in embedder.parameters() if value.requires_grad]
     assert sorted(listed) == sorted(learning)
-    assert len(parts["head"]) == 2
-
-
-def test_parameter_parts_of_learned_gem_and_frozen_backbone():
-    embedder = small(pooling="gem-learned")
-    before = embedder.parameter_parts()
-    assert any(value is embedder.pooling.p for value in before["head"])
-    embedder(torch.randn(4, 3, 64, 64)).pow(3).sum().backward()
-    assert all(value.grad is not None for part in before.values() for value in part)
-    for value in before["backbone"]:
+    assert len(parts["head"]) == head
+    embedder(torch.randn(4, 3, *embedder.preprocessing.crop)).pow(3).sum().backward()
+    assert all(value.grad is not None for part in parts.values() for value in part)
+    for value in parts["backbone"]:
         value.requires_grad_(False)
-    assert len(embedder.parameter_parts()["backbone"]) == len(before["backbone"]) > 0
+    assert len(embedder.parameter_parts()["backbone"]) == len(parts["backbone"]) > 0
 
 
 @pytest.mark.parametrize(
@@ -142,23 +145,14 @@ def test_create_rejects_bad_settings(settings, message):
         Embedder.create("test_resnet", **{"weights": "none", **settings})
 
 
-def test_names_import_no_torch_and_missing_timm_is_reported():
+def test_names_import_neither_torch_nor_timm():
     code = """
 import sys
 import proximetry.models.names
 assert proximetry.models.names.POOLINGS and proximetry.models.names.WEIGHTS_SOURCES
 assert not {"torch", "timm", "numpy", "PIL"} & sys.modules.keys()
-sys.modules["timm"] = None
-try:
-    proximetry.models.list_backbones()
-except ModuleNotFoundError as error:
-    assert "needs timm: install the extra 'images'" in str(error), error
-else:
-    raise AssertionError
 """
     subprocess.run([sys.executable, "-c", code], check=True)
-    for name in proximetry.models.__all__:
-        assert getattr(proximetry.models, name).__name__ == name
     with pytest.raises(AttributeError, match="nothing"):
         proximetry.models.nothing  # noqa: B018
 
@@ -170,21 +164,16 @@ def norms(module):
 @pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet", "small_convnet"])
 def test_frozen_batchnorm_keeps_statistics_in_train_mode(name):
     embedder = Embedder.create(name, 8, weights="none", image_size=64)
-    assert freeze_batchnorm(embedder) is embedder
-    freeze_batchnorm(embedder)
-    before = [(part.running_mean.clone(), part.running_var.clone()) for part in norms(embedder)]
-    copied = copy.deepcopy(embedder)
-    for model in (embedder, copied):
+    assert freeze_batchnorm(freeze_batchnorm(embedder)) is embedder
+    before = {key: value.clone() for key, value in embedder.state_dict().items()}
+    for model in (embedder, copy.deepcopy(embedder)):
         model.train()
-        assert model.training
         assert norms(model)
         model.encode([np.full((64, 64, 3), gray, np.uint8) for gray in (0, 200)])
         assert model.training
         model(torch.randn(4, 3, 64, 64) * 3 + 1)
-        for part, (mean, variance) in zip(norms(model), before, strict=True):
-            assert torch.equal(part.running_mean, mean)
-            assert torch.equal(part.running_var, variance)
-            assert part.weight.requires_grad
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        assert all(part.weight.requires_grad for part in norms(model))
     pixels = torch.randn(4, 3, 64, 64)
     assert torch.equal(embedder.train()(pixels), embedder.eval()(pixels))
 

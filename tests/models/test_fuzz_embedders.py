@@ -92,6 +92,14 @@ def check_message(message, folder):
     assert len(message) < 1500
 
 
+def check_rejected(folder, text):
+    embedder, message = load(folder)
+    assert embedder is None
+    check_message(message, folder)
+    assert text in message
+    assert "not enough memory" not in message
+
+
 @settings(max_examples=50)
 @given(data=st.data())
 def test_changed_descriptions(saved, tmp_path_factory, data):
@@ -168,12 +176,12 @@ def test_damaged_bytes(saved, tmp_path_factory, weights, part, bit, how):
         assert {key: now[key] for key in known} == {key: before[key] for key in known}
 
 
-def edit(folder, **changes):
-    """Update parts of embedder.json and remove its checksum."""
+def edit(folder, changes):
+    """Change values of embedder.json, by dotted path, and remove its checksum."""
     document = json.loads((folder / "embedder.json").read_text())
-    del document["checksum"]
-    for part, values in changes.items():
-        document[part].update(values)
+    document.pop("checksum", None)
+    for path, value in changes.items():
+        put(document, path.split("."), value)
     (folder / "embedder.json").write_text(json.dumps(document))
 
 
@@ -191,47 +199,60 @@ def edit(folder, **changes):
 )
 def test_invalid_documents(folder, text, message):
     (folder / "embedder.json").write_text(text)
-    embedder, error = load(folder)
-    assert embedder is None
-    assert str(folder / "embedder.json") in error
-    assert message in error
+    check_rejected(folder, message)
+    check_rejected(folder, str(folder / "embedder.json"))
 
 
 @pytest.mark.parametrize(
-    ("part", "key", "value"),
+    ("path", "value", "message"),
     [
-        ("architecture", "dim", 10**12),
-        ("architecture", "dim", 65_536),
-        ("architecture", "pooling", "flatten"),
-        ("architecture", "normalize", 1),
-        ("preprocessing", "crop", [10**6, 10**6]),
-        ("preprocessing", "resize", 10**12),
-        ("preprocessing", "std", [1e-300, 1, 1]),
-        ("preprocessing", "scale", math.inf),
-        ("preprocessing", "mean", [10**400, 1, 1]),
+        ("version", 99, "version 99"),
+        ("format", "other", "embedder"),
+        ("tensors", {"file": "../../etc/passwd"}, "weights file"),
+        ("tensors", None, "weights file"),
+        ("class_names", 7, "class_names"),
+        ("weights", {}, "damaged"),
+        ("architecture", None, "architecture"),
+        ("architecture", {"backbone": "small_convnet"}, "damaged"),
+        ("architecture.similarity", "?", "similarity"),
+        ("architecture.tta_crops", [2], "tta_crops"),
+        ("architecture.backbone", "hf-hub:x/y", "unknown backbone"),
+        ("architecture.backbone", "test_efficientnet", "do not fit"),
+        ("architecture.dim", 10**12, "dim"),
+        ("architecture.dim", 65_536, "do not fit"),
+        ("architecture.pooling", "flatten", "do not fit"),
+        ("architecture.normalize", 1, "normalize"),
+        ("preprocessing", {}, "damaged"),
+        ("preprocessing.crop", [10**6, 10**6], "crop"),
+        ("preprocessing.resize", 10**12, "resize"),
+        ("preprocessing.std", [1e-300, 1, 1], "std"),
+        ("preprocessing.scale", math.inf, "scale"),
+        ("preprocessing.mean", [10**400, 1, 1], "damaged"),
     ],
 )
-def test_invalid_settings(folder, part, key, value):
-    edit(folder, **{part: {key: value}})
-    embedder, message = load(folder)
-    assert embedder is None
-    check_message(message, folder)
-    assert "not enough memory" not in message
+def test_invalid_settings(folder, path, value, message):
+    edit(folder, {path: value})
+    check_rejected(folder, message)
+
+
+def test_missing_files(folder, tmp_path):
+    check_rejected(tmp_path / "nowhere", "nowhere")
+    check_rejected(tmp_path, "embedder.json")
+    next(folder.glob("*.safetensors")).unlink()
+    check_rejected(folder, "No such file")
 
 
 def test_large_image_size_needs_no_memory_to_load(folder):
-    edit(folder, preprocessing={"crop": [4096, 4096], "resize": 4096})
+    edit(folder, {"preprocessing.crop": [4096, 4096], "preprocessing.resize": 4096})
     assert Embedder.load(folder).preprocessing.crop == (4096, 4096)
 
 
 def test_invalid_weights_with_valid_checksum(folder):
-    whole = (folder / "embedder.json").read_text()
     for content in (b"", b"x" * 100, (10**15).to_bytes(8, "little") + b"{}"):
         digest = hashlib.sha256(content).hexdigest()
-        (folder / "embedder.json").write_text(whole)
-        edit(folder, tensors={"file": "x", "sha256": digest, "bytes": len(content)})
+        edit(folder, {"tensors": {"file": "x", "sha256": digest, "bytes": len(content)}})
         (folder / weights_name(digest)).write_bytes(content)
-        assert "not a safetensors file" in load(folder)[1]
+        check_rejected(folder, "not a safetensors file")
 
 
 def test_create_rejects_damaged_weights_of_an_embedder(folder):
@@ -244,8 +265,6 @@ def test_create_rejects_damaged_weights_of_an_embedder(folder):
 
 
 def test_network_far_larger_than_its_weights_is_rejected(folder):
-    network = {"backbone": "vit_giant_patch14_224", "pooling": "token"}
-    edit(folder, architecture=network, preprocessing={"crop": [224, 224], "resize": 224})
-    embedder, message = load(folder)
-    assert embedder is None
-    assert "weights, the file" in message
+    network = {"architecture.backbone": "vit_giant_patch14_224", "architecture.pooling": "token"}
+    edit(folder, {**network, "preprocessing.crop": [224, 224], "preprocessing.resize": 224})
+    check_rejected(folder, "weights, the file")

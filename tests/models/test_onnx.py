@@ -1,5 +1,6 @@
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,19 +22,14 @@ def run(path, pixels):
     return torch.from_numpy(session.run(None, {"pixels": pixels.numpy()})[0])
 
 
+TTA = {"flip_tta": True, "tta_crops": (0.875, 0.6)}
+
+
 @pytest.mark.parametrize(
     ("backbone", "settings"),
     [
         ("tiny_dinov3", {"normalize": False, "pooling": "cls-avg"}),
-        (
-            "small_convnet",
-            {
-                "pooling": "gem-learned",
-                "layer_norm": True,
-                "flip_tta": True,
-                "tta_crops": (0.875, 0.6),
-            },
-        ),
+        ("small_convnet", {"pooling": "gem-learned", "layer_norm": True, **TTA}),
         ("small_convnet", {"bits": 16, "resize": 70, "squash": True}),
     ],
 )
@@ -73,16 +69,10 @@ def test_exported_graph_equals_torch(tmp_path, capfd, backbone, settings):
 
 
 def test_export_rejects_a_graph_that_differs_from_torch(tmp_path, monkeypatch):
-    class Wrong:
-        def __init__(self, *args, **kwargs):
-            pass
-
-        def run(self, _, feed):
-            return [np.zeros((len(feed["pixels"]), 8), np.float32)]
-
+    wrong = SimpleNamespace(run=lambda _, feed: [np.zeros((len(feed["pixels"]), 8), np.float32)])
     embedder = Embedder.create("small_convnet", 8, weights="none")
     (tmp_path / "e.onnx").write_text("old")
-    monkeypatch.setattr(onnxruntime, "InferenceSession", Wrong)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *_, **__: wrong)
     with pytest.raises(ValueError, match="differs from torch"):
         embedder.export_onnx(tmp_path / "e.onnx")
     assert (tmp_path / "e.onnx").read_text() == "old"

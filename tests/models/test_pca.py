@@ -48,18 +48,13 @@ def test_moments_of_few_vectors_add_the_heads_spread(dim):
     assert principal_axes(moments_of_few(nothing, embedder), 6).isfinite().all()
 
 
-def reduce(vectors, axes, normalize=True):
-    found = vectors @ axes.t()
-    return F.normalize(found, dim=1) if normalize else found
-
-
 @given(seed=st.integers(0, 99), cut=st.integers(1, 5))
 def test_prefixes_equal_fewer_axes(seed, cut):
     torch.manual_seed(seed)
     vectors = F.normalize(torch.randn(20, 6), dim=1)
     summed = second_moments(vectors[:7]) + second_moments(vectors[7:])
-    long, short = (reduce(vectors, principal_axes(summed, dim)) for dim in (5, cut))
-    assert torch.allclose(F.normalize(long[:, :cut], dim=1), short, atol=1e-5)
+    long, short = (vectors @ principal_axes(summed, dim).t() for dim in (5, cut))
+    assert torch.allclose(long[:, :cut], short, atol=1e-5)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -67,14 +62,8 @@ def test_prefixes_equal_fewer_axes(seed, cut):
 @pytest.mark.parametrize("layer_norm", [True, False])
 def test_pca_is_folded_into_the_head(dim, normalize, layer_norm, tmp_path):
     torch.manual_seed(0)
-    embedder = Embedder.create(
-        "small_convnet",
-        dim,
-        weights="none",
-        image_size=24,
-        normalize=normalize,
-        layer_norm=layer_norm,
-    ).eval()
+    options = {"image_size": 24, "normalize": normalize, "layer_norm": layer_norm}
+    embedder = Embedder.create("small_convnet", dim, weights="none", **options).eval()
     with torch.no_grad():
         if dim:
             embedder.head.bias.normal_()
@@ -84,7 +73,8 @@ def test_pca_is_folded_into_the_head(dim, normalize, layer_norm, tmp_path):
         before = torch.random.get_rng_state()
         reduced = with_pca(embedder, axes)
         assert torch.equal(torch.random.get_rng_state(), before)
-        expected = reduce(vectors, axes, normalize)
+        expected = vectors @ axes.t()
+        expected = F.normalize(expected, dim=1) if normalize else expected
         assert torch.allclose(reduced(pixels), expected, atol=1e-5)
         assert reduced.dim == reduced.architecture.dim == 5
         assert torch.equal(embedder(pixels), vectors)  # which stays as it was
@@ -109,11 +99,10 @@ def test_principal_axes_reject_bad_dim_and_nonfinite_moments():
 def test_centered_axes_ignore_an_offset():
     torch.manual_seed(0)
     vectors = torch.randn(40, 5, dtype=torch.float64) * torch.tensor([5.0, 3.0, 1.0, 0.5, 0.2])
-    there = principal_axes(second_moments(vectors + 100), 2, centered=True)
-    assert torch.allclose(
-        there, principal_axes(second_moments(vectors), 2, centered=True), atol=1e-5
-    )
-    assert not torch.allclose(there, principal_axes(second_moments(vectors + 100), 2), atol=0.1)
+    here, there = second_moments(vectors), second_moments(vectors + 100)
+    centered = principal_axes(there, 2, centered=True)
+    assert torch.allclose(centered, principal_axes(here, 2, centered=True), atol=1e-5)
+    assert not torch.allclose(centered, principal_axes(there, 2), atol=0.1)
 
 
 @given(

@@ -54,12 +54,8 @@ def test_normalize_bgr_and_channels_last():
 
 def test_preprocessing_of_custom_backbones():
     bgr = Embedder.create("bn_inception", weights="none", image_size=64).preprocessing
-    assert (bgr.scale, bgr.channels, bgr.mean, bgr.std) == (
-        1.0,
-        "BGR",
-        (104.0, 117.0, 128.0),
-        (1.0, 1.0, 1.0),
-    )
+    assert (bgr.scale, bgr.channels) == (1.0, "BGR")
+    assert (bgr.mean, bgr.std) == ((104.0, 117.0, 128.0), (1.0, 1.0, 1.0))
     face = Embedder.create("sphereface20", weights="none").preprocessing
     assert (face.crop, face.resize) == ((112, 96), 96)
     white = face.normalize(torch.full((1, 3, 1, 1), 255.0))
@@ -71,11 +67,8 @@ def test_squash_keeps_the_whole_image():
         return Embedder.create(backbone, weights="none", squash=True, **settings).preprocessing
 
     preprocessing = made("small_convnet", image_size=32)
-    assert (preprocessing.crop, preprocessing.resize, preprocessing.short_side) == (
-        (32, 32),
-        (32, 32),
-        32,
-    )
+    assert preprocessing.crop == preprocessing.resize == (32, 32)
+    assert preprocessing.short_side == 32
     assert made("small_convnet", image_size=32, resize=40).resize == (40, 40)
     assert made("sphereface20").resize == (112, 96)
     assert made("sphereface20", resize=101).resize == (117, 101)
@@ -110,19 +103,16 @@ def test_pixels_equal_timms_transform(name, shape):
 
 
 def test_squash_overrides_crop_mode_of_timm():
-    assert from_timm("dm_nfnet_f0.dm_in1k").resize == (213, 213)
-    assert from_timm("dm_nfnet_f0.dm_in1k", squash=True).resize == (213, 213)
-    assert from_timm("dm_nfnet_f0.dm_in1k", resize=200).resize == (200, 200)
-    assert from_timm("dm_nfnet_f0.dm_in1k", squash=False).resize == 192
+    squashing, border = "dm_nfnet_f0.dm_in1k", "deepseek_vit_412m.deepseek_v4_flash_vision_exp"
+    assert from_timm(squashing).resize == (213, 213)
+    assert from_timm(squashing, squash=True).resize == (213, 213)
+    assert from_timm(squashing, resize=200).resize == (200, 200)
+    assert from_timm(squashing, squash=False).resize == 192
     assert from_timm("resnet18.a1_in1k", squash=True).resize == (224, 224)
-
-
-def test_border_crop_mode_warns_and_crops_the_center():
-    name = "deepseek_vit_412m.deepseek_v4_flash_vision_exp"
+    assert from_timm(border, squash=True).resize == (392, 392)
     with pytest.warns(UserWarning, match="crop_mode"):
-        preprocessing = from_timm(name)
-    assert (preprocessing.resize, preprocessing.crop) == (392, (392, 392))
-    assert from_timm(name, squash=True).resize == (392, 392)
+        centered = from_timm(border)
+    assert (centered.resize, centered.crop) == (392, (392, 392))
 
 
 @pytest.mark.parametrize(
