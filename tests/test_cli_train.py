@@ -375,6 +375,8 @@ def test_dry_run_reports_the_state_of_the_run(call, home):
     assert result["seconds"]["training"] == pytest.approx(32 / result["images_per_second"])
     result = json.loads(call(*words, "--fresh", "--dry-run", "--json"))
     assert result["folder"]["state"] == "new; the complete run there will be removed"
+    (home / "flowers" / "class00" / "0.png").unlink()
+    assert "other images" in call(*words, "--dry-run", code=1)
 
 
 @pytest.mark.parametrize(

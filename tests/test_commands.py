@@ -303,7 +303,7 @@ def read_parquet(out):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "read"), [("npz", read_npz), ("npy", read_npy), ("parquet", read_parquet)]
+    ("suffix", "read"), [("npz", read_npz), ("NPY", read_npy), ("parquet", read_parquet)]
 )
 def test_embed_writes_the_format_of_the_suffix(
     call, embedder, images, vectors, tmp_path, suffix, read

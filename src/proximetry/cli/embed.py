@@ -48,9 +48,9 @@ def embed(
     from proximetry.data.vectors import SUFFIXES, rows_file
 
     check_out(out, SUFFIXES, images)
-    if out.suffix == ".parquet":
+    if out.suffix.lower() == ".parquet":
         need("pyarrow", "images", "Writing Parquet")
-    written = [out, rows_file(out)] if out.suffix == ".npy" else [out]
+    written = [out, rows_file(out)] if out.suffix.lower() == ".npy" else [out]
     skip, skipped_file = bad_images == "skip", out.with_name(f"{out.name}.skipped.json")
     for file in [*written[1:], *([skipped_file] if skip else [])]:
         check_out(file, [".json"], images)
@@ -165,12 +165,12 @@ def _write(out: Path, images: Sequence[Image], vectors: "npt.NDArray[np.float32]
     if any(label for _, label in images):
         columns["labels"] = [label for _, label in images]
     buffer = io.BytesIO()
-    if out.suffix == ".npz":
+    if out.suffix.lower() == ".npz":
         texts: dict[str, Any] = {
             name: np.array([text or "" for text in column]) for name, column in columns.items()
         }
         np.savez(buffer, vectors=vectors, **texts)
-    elif out.suffix == ".npy":
+    elif out.suffix.lower() == ".npy":
         atomic_write(rows_file(out), json.dumps(columns, indent=1).encode())
         np.save(buffer, vectors)
     else:
