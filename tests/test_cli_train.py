@@ -299,15 +299,17 @@ def test_full_disk_is_reported_before_decoding(call, home, monkeypatch):
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
-def test_crop_size_adapts_to_a_backbone_of_one_size(call, home, more):
+def test_crop_size_and_pooling_adapt_to_a_transformer(call, home, more):
     sizes = "model: {image_size: 32, resize: 32}\ndata: {crop_size: 16}\n"
     (home / "mine.yaml").write_text(f"base: default-cpu\n{sizes}")
     changes = {"model_backbone": "vit_tiny_patch16_224", "model_image_size": 32, "model_resize": 32}
     words = [home / "flowers", *small(**changes), "--recipe", home / "mine.yaml"]
     out = call(*words, *more)
     assert "training crops of 32×32 instead of 16: vit_tiny_patch16_224 takes one size" in out
+    assert "pooling token instead of gem" in out
     if not more:
         assert "is complete already" in call(*words)
+        assert Embedder.load("runs/flowers/embedder").architecture.pooling == "token"
 
 
 def test_overrides_print_what_they_reset(home):
@@ -315,13 +317,6 @@ def test_overrides_print_what_they_reset(home):
     for recipe in (None, "default-cpu"):
         plan = train_command.make_plan(str(home / "flowers"), None, recipe, changes, "cpu")
         assert "model.dim 8 also resets model.pca_dim (512), model.whitening (0.25)" in plan.lines
-
-
-def test_transformer_replaces_the_pooling(call, home):
-    changes = {"model_backbone": "vit_tiny_patch16_224", "model_image_size": 32, "model_resize": 32}
-    out = call(home / "flowers", *small(**changes))
-    assert "pooling token instead of gem" in out
-    assert Embedder.load("runs/flowers/embedder").architecture.pooling == "token"
 
 
 def test_weights_from_another_run(call, home):

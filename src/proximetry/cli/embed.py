@@ -10,7 +10,15 @@ from proximetry._util.errors import UsageError, first_few, need
 from proximetry._util.files import atomic_write
 from proximetry._util.types import Progress
 from proximetry.cli.inputs import Image, find_images, load_embedder, processes
-from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Flag, TableColumns
+from proximetry.cli.options import (
+    AsJson,
+    BadImages,
+    BatchSize,
+    Device,
+    EmbedderFolder,
+    Flag,
+    TableColumns,
+)
 from proximetry.cli.output import check_out, print_result, progress_bar, skip_hint
 
 if TYPE_CHECKING:
@@ -22,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def embed(
-    embedder: Path,
+    embedder: EmbedderFolder,
     *images: str,
     out: Path = Path("vectors.npz"),
     batch_size: BatchSize = 64,
@@ -37,7 +45,6 @@ def embed(
     Started by torchrun, several processes share the work.
 
     Args:
-        embedder: folder of a run or of a saved embedder, or hub:owner/name.
         images: image files, folders to search for them, CSV or Parquet tables, tar files;
             for an embedder of vectors, one file of these.
         out: file to write. .npz holds the arrays vectors, paths and, if the images come from
