@@ -30,7 +30,6 @@ from proximetry.reproduce.table import (
     DEFAULTS,
     ReproduceError,
     ReproduceOptions,
-    Row,
     RunsFailedError,
     Table,
 )
@@ -127,8 +126,7 @@ def reproduce(
     if options.render:
         if not (home / RUNS).exists():
             raise ReproduceError(f"no results to render: {home}. Pass their folder as --out")
-        given = options.selection is not None
-        _write(chosen, home, (), chosen.selected_rows(options.selection) if given else None)
+        _write(chosen, home)
         return home
     if options.parallel < 1:
         raise ReproduceError(f"parallel must be at least 1, got {options.parallel}")
@@ -166,7 +164,7 @@ def reproduce(
             try:
                 failures = _perform(jobs, parallel, start, finish, report)
             finally:
-                _write(chosen, home, options.seeds, chosen.selected_rows(options.selection))
+                _write(chosen, home)
         except KeyboardInterrupt:  # also while the page is written
             raise Interrupted(
                 f"stopped and saved: {len(read_records(home))} runs are done in {home}. Repeat the "
@@ -375,10 +373,11 @@ def _check_interrupted(job: Job) -> None:
         folder.release()
 
 
-def _write(table: Table, home: Path, seeds: Sequence[int], selected: Sequence[Row] | None) -> None:
+def _write(table: Table, home: Path) -> None:
+    """Write the page and the figures of the runs so far."""
     results = Results.read(table, home)
     draw(results, home)
-    atomic_write(home / "README.md", page(results, seeds, selected).encode())
+    atomic_write(home / "README.md", page(results).encode())
 
 
 def _tidy(home: Path, names: Iterable[str]) -> None:
