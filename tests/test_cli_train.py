@@ -150,9 +150,11 @@ def test_run_resumes_with_its_own_recipe(call, home, way):
 )
 def test_default_recipe_depends_on_the_device(home, monkeypatch, cuda, device, recipe, line):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    plan = train_command.make_plan(str(home / "flowers"), None, None, {}, device)
+    changes = {"model": {"dim": 8}}
+    plan = train_command.make_plan(str(home / "flowers"), None, None, changes, device)
     assert plan.recipe.name == recipe
     assert plan.lines[0].startswith(line)
+    assert "model.dim 8 also resets model.pca_dim (512), model.whitening (0.25)" in plan.lines
 
 
 def test_table_and_dataset_as_images(call, home):
@@ -310,13 +312,6 @@ def test_crop_size_and_pooling_adapt_to_a_transformer(call, home, more):
     if not more:
         assert "is complete already" in call(*words)
         assert Embedder.load("runs/flowers/embedder").architecture.pooling == "token"
-
-
-def test_overrides_print_what_they_reset(home):
-    changes = {"model": {"dim": 8}}
-    for recipe in (None, "default-cpu"):
-        plan = train_command.make_plan(str(home / "flowers"), None, recipe, changes, "cpu")
-        assert "model.dim 8 also resets model.pca_dim (512), model.whitening (0.25)" in plan.lines
 
 
 def test_weights_from_another_run(call, home):

@@ -119,18 +119,10 @@ def test_scaled_steps_drop_at_scaled_epochs(published, epochs, every):
     warm=st.integers(0, 20),
 )
 def test_scaling_keeps_the_shape(published, epochs, every, at, warm):
-    schedule = {
-        "name": "milestones",
-        "every": every,
-        "at": sorted(at),
-        "freeze_backbone_epochs": warm,
-    }
+    schedule = {"name": "milestones", "every": every, "at": sorted(at)}
     recipe = Recipe.load(
-        {
-            "training": {"epochs": published},
-            "schedule": schedule,
-            "evaluation": {"every": every},
-        }
+        {"schedule": {**schedule, "freeze_backbone_epochs": warm}},
+        {"training.epochs": published, "evaluation.every": every},
     )
     expected = warm * epochs / published
     try:
