@@ -106,13 +106,7 @@ def config(call, *words):
         (["--data.crop-scale", "0.2,1"], {"data.crop_scale": [0.2, 1]}),
         (["--data.crop_scale=0.2,1"], {"data.crop_scale": [0.2, 1]}),
         (["--evaluation.metrics.recall-at", "1", "10"], {"evaluation.metrics.recall_at": [1, 10]}),
-        (["--evaluation.metrics.map-at", "5"], {"evaluation.metrics.map_at": [5]}),
-        (["--loss.settings.alpha", "16"], {"loss.settings.alpha": 16}),
-        (
-            ["--loss.name", "mpa", "--loss.settings.tau=0"],
-            {"loss.name": "mpa", "loss.settings.tau": 0},
-        ),
-        (["--loss", "arcface"], {"loss.name": "arcface"}),
+        (["--loss.settings.alpha=16"], {"loss.settings.alpha": 16}),
         (
             ["--loss", "arcface", "--loss.settings.margin", "0.3"],
             {"loss": {"name": "arcface", "settings": {"margin": 0.3}}},
@@ -162,13 +156,10 @@ def test_list_option_never_takes_a_path(call, words, message):
         (["train", "glyphs", "OUT", "--schedule.at"], "--schedule.at"),
         (["train", "glyphs", "OUT", "--config", "missing.yaml"], "missing.yaml"),
         (["export", "EMBEDDER"], "OUT is missing"),
-        (["metrics", "recall"], "recall"),
         (["evaluate", "nowhere", "glyphs"], "nowhere"),
         (["evaluate", "EMBEDDER", "IMAGES", "--out", "x.csv"], "x.csv"),
         (["evaluate", "EMBEDDER", "cubs"], "'cub'"),
         (["evaluate", "EMBEDDER", "folder"], "needs its folder"),
-        (["recipes", "cub-proxy-ancor"], "'cub-proxy-anchor'"),
-        (["datasets", "cubs", "."], "cub"),
         (["embed", "EMBEDDER", "missing.jpg"], "missing.jpg"),
         (["embed", "nowhere", "nothing.png", "--out", "v.zip"], "must end in .npz or .npy or"),
     ],
@@ -268,18 +259,11 @@ def test_recipe_name_cannot_leave_the_runs_folder(call, tmp_path, monkeypatch):
         assert len(plan.out.name) <= 100
 
 
-# Paths that cannot be written, in a folder that holds `existing`, a folder, and `file`.
-BLOCKED = {
-    "no folder": "none/out",
-    "a folder": "existing",
-    "no folder but a file": "file/out",
-    "a device": "/dev/null",
-    "too long": 300 * "x",
-    "of the kernel": "/proc/self/out",
-}
+# Files that cannot be written, in a folder that holds `existing`, a folder, and `file`.
+BLOCKED = ["none/out", "existing", "file/out", "/dev/null", 300 * "x", "/proc/self/out"]
 
 
-@pytest.mark.parametrize("kind", BLOCKED)
+@pytest.mark.parametrize("place", BLOCKED, ids=lambda place: place[:20])
 @pytest.mark.parametrize(
     ("words", "suffix"),
     [
@@ -290,15 +274,13 @@ BLOCKED = {
     ids=str,
 )
 def test_unwritable_output_is_rejected_before_the_work(
-    call, run, images, tmp_path, monkeypatch, words, suffix, kind
+    call, run, images, tmp_path, monkeypatch, words, suffix, place
 ):
     monkeypatch.setattr(Embedder, "load", lambda *_, **__: pytest.fail("the work has begun"))
     (tmp_path / f"existing{suffix}").mkdir()
     (tmp_path / "file").write_text("")
     before = sorted(tmp_path.iterdir())
-    out = tmp_path / BLOCKED[kind]
-    if kind != "a device":
-        out = out.with_name(f"{out.name}{suffix}")
+    out = tmp_path / (place if place == "/dev/null" else f"{place}{suffix}")
     places = {"RUN": run / "out", "IMAGES": images}
     err = call(*[places.get(word, word) for word in words], out, code=2)
     assert str(out) in err
@@ -387,17 +369,6 @@ def test_training_continues_after_a_broken_pipe(run, tmp_path):
         assert process.wait() == 0
     assert json.loads((tmp_path / "r" / "results.json").read_text())["epochs"] == 1
     assert Embedder.load(tmp_path / "r").dim == 8
-
-
-def test_json_is_ascii_in_any_encoding(tmp_path):
-    images = make_images(tmp_path / "Bär 😀", classes=2, each=1)
-    done = subprocess.run(
-        [sys.executable, "-m", "proximetry", "datasets", str(images), "--json"],
-        capture_output=True,
-        check=True,
-        env=os.environ | {"PYTHONIOENCODING": "ascii:strict"},
-    )
-    assert json.loads(done.stdout)["root"] == str(images)
 
 
 def test_error_messages_are_bounded_and_wrapped(capsys, monkeypatch):

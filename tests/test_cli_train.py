@@ -150,9 +150,11 @@ def test_run_resumes_with_its_own_recipe(call, home, way):
 )
 def test_default_recipe_depends_on_the_device(home, monkeypatch, cuda, device, recipe, line):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    plan = train_command.make_plan(str(home / "flowers"), None, None, {}, device)
+    changes = {"model": {"dim": 8}}
+    plan = train_command.make_plan(str(home / "flowers"), None, None, changes, device)
     assert plan.recipe.name == recipe
     assert plan.lines[0].startswith(line)
+    assert "model.dim 8 also resets model.pca_dim (512), model.whitening (0.25)" in plan.lines
 
 
 def test_table_and_dataset_as_images(call, home):
@@ -299,29 +301,17 @@ def test_full_disk_is_reported_before_decoding(call, home, monkeypatch):
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
-def test_crop_size_adapts_to_a_backbone_of_one_size(call, home, more):
+def test_crop_size_and_pooling_adapt_to_a_transformer(call, home, more):
     sizes = "model: {image_size: 32, resize: 32}\ndata: {crop_size: 16}\n"
     (home / "mine.yaml").write_text(f"base: default-cpu\n{sizes}")
     changes = {"model_backbone": "vit_tiny_patch16_224", "model_image_size": 32, "model_resize": 32}
     words = [home / "flowers", *small(**changes), "--recipe", home / "mine.yaml"]
     out = call(*words, *more)
     assert "training crops of 32×32 instead of 16: vit_tiny_patch16_224 takes one size" in out
+    assert "pooling token instead of gem" in out
     if not more:
         assert "is complete already" in call(*words)
-
-
-def test_overrides_print_what_they_reset(home):
-    changes = {"model": {"dim": 8}}
-    for recipe in (None, "default-cpu"):
-        plan = train_command.make_plan(str(home / "flowers"), None, recipe, changes, "cpu")
-        assert "model.dim 8 also resets model.pca_dim (512), model.whitening (0.25)" in plan.lines
-
-
-def test_transformer_replaces_the_pooling(call, home):
-    changes = {"model_backbone": "vit_tiny_patch16_224", "model_image_size": 32, "model_resize": 32}
-    out = call(home / "flowers", *small(**changes))
-    assert "pooling token instead of gem" in out
-    assert Embedder.load("runs/flowers/embedder").architecture.pooling == "token"
+        assert Embedder.load("runs/flowers/embedder").architecture.pooling == "token"
 
 
 def test_weights_from_another_run(call, home):
@@ -375,6 +365,8 @@ def test_dry_run_reports_the_state_of_the_run(call, home):
     assert result["seconds"]["training"] == pytest.approx(32 / result["images_per_second"])
     result = json.loads(call(*words, "--fresh", "--dry-run", "--json"))
     assert result["folder"]["state"] == "new; the complete run there will be removed"
+    (home / "flowers" / "class00" / "0.png").unlink()
+    assert "other images" in call(*words, "--dry-run", code=1)
 
 
 @pytest.mark.parametrize(

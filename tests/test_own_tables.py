@@ -86,16 +86,12 @@ def test_commands_skip_and_list_bad_images(call, home, printed, words, tmp_path)
     assert "and 3 more; all are in" in call(*words, *READ)
     document = json.loads(call(*words, *READ, "--json"))
     assert document["images"] == 53
-    assert [
-        name in reason
-        for name, reason in zip([*BROKEN, "gone.png"], document["skipped"], strict=True)
-    ] == [True] * 8
+    for name, reason in zip([*BROKEN, "gone.png"], document["skipped"], strict=True):
+        assert name in reason
     if words[0] == "embed":
         assert json.loads((home / "v.npz.skipped.json").read_text()) == document["skipped"]
-        result = np.load(home / "v.npz")
-        assert result["labels"].tolist() == [
-            str(row // 5) for row in range(60) if row >= 35 or row % 5
-        ]
+        labels = [str(row // 5) for row in range(60) if row >= 35 or row % 5]
+        assert np.load(home / "v.npz")["labels"].tolist() == labels
 
 
 def test_broken_image_is_named(call, home, printed):
@@ -148,16 +144,12 @@ def test_labels_of_any_type(tmp_path, values, labels):
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
 def test_columns_by_other_names(tmp_path, form):
-    columns = {"file": ["a", "b"], "kind": ["x", "y"], "part": ["train", "test"], "year": [1, 2]}
     file = tmp_path / f"t.{form}"
     if form == "csv":
-        lines = [
-            ",".join(columns),
-            *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True)),
-        ]
-        file.write_text("\n".join(lines))
+        file.write_text("file,kind,part,year\na,x,train,1\nb,y,test,2\n")
     else:
-        parquet.write_table(arrow.table(columns), file)
+        columns = {"file": ["a", "b"], "kind": ["x", "y"], "part": ["train", "test"]}
+        parquet.write_table(arrow.table({**columns, "year": [1, 2]}), file)
     names = {"path": "file", "label": "kind", "split": "part"}
     result = getattr(Catalog, f"from_{form}")(file, columns=names, check_files=False)
     assert result == Catalog(

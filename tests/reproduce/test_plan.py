@@ -41,15 +41,13 @@ def test_selection_of_some_rows(tmp_path):
     table = make_table(tmp_path, selection=["MPA, K = 2"])
     ids = ["proxy-anchor-seed0", "mpa-k-2-seed0", "mpa-k-2-selection"]
     assert [run.id for run in plan(table, ReproduceOptions())] == ids
-    results = Results(table, [])
-    assert results.missing([0], table.selected_rows()) == ids
-    assert results.missing([0], ()) == ids[:2]
-    every = [run.id for run in plan(table, ReproduceOptions(selection=True))]
-    assert results.missing([0], table.selected_rows(True)) == every
-    assert len(every) == 4
-    assert (
-        Results(table, [record("Proxy-Anchor", 0, 0.5, kind="selection")]).selected() == table.rows
+    full, selection = (
+        record("Proxy-Anchor", 0, 0.5),
+        record("Proxy-Anchor", 0, 0.5, kind="selection"),
     )
+    assert Results(table, [full]).missing() == ids[1:2]
+    assert Results(table, [full, selection]).missing() == ["mpa-k-2-seed0", "mpa-k-2-selection"]
+    assert len(plan(table, ReproduceOptions(selection=True))) == 4
     recipe = recipe_of(table).to_dict()
     for rows, word in ((table.rows, " --selection"), (table.rows[1:], ""), ((), " --no-selection")):
         command = command_for(table, "MPA, K = 2", [0], recipe, rows, False)
@@ -121,18 +119,10 @@ def test_scaled_steps_drop_at_scaled_epochs(published, epochs, every):
     warm=st.integers(0, 20),
 )
 def test_scaling_keeps_the_shape(published, epochs, every, at, warm):
-    schedule = {
-        "name": "milestones",
-        "every": every,
-        "at": sorted(at),
-        "freeze_backbone_epochs": warm,
-    }
+    schedule = {"name": "milestones", "every": every, "at": sorted(at)}
     recipe = Recipe.load(
-        {
-            "training": {"epochs": published},
-            "schedule": schedule,
-            "evaluation": {"every": every},
-        }
+        {"schedule": {**schedule, "freeze_backbone_epochs": warm}},
+        {"training.epochs": published, "evaluation.every": every},
     )
     expected = warm * epochs / published
     try:

@@ -212,14 +212,8 @@ def _open_stream(stream: Any, number: int) -> TextIO:
     """Return a stream that writes characters its encoding lacks as escapes."""
     if stream is None:  # it was closed when Python started
         return open(os.devnull, "w", encoding="utf-8")
-    raw: Any = _Output(number, "w", closefd=False)
-    return io.TextIOWrapper(
-        raw if stream.write_through else io.BufferedWriter(raw),
-        stream.encoding,
-        "backslashreplace",
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )
+    buffer = io.BufferedWriter(_Output(number, "w", closefd=False))
+    return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=True)
 
 
 def entry() -> None:

@@ -10,7 +10,15 @@ from proximetry._util.errors import UsageError, first_few, need
 from proximetry._util.files import atomic_write
 from proximetry._util.types import Progress
 from proximetry.cli.inputs import Image, find_images, load_embedder, processes
-from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Flag, TableColumns
+from proximetry.cli.options import (
+    AsJson,
+    BadImages,
+    BatchSize,
+    Device,
+    EmbedderFolder,
+    Flag,
+    TableColumns,
+)
 from proximetry.cli.output import check_out, print_result, progress_bar, skip_hint
 
 if TYPE_CHECKING:
@@ -22,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def embed(
-    embedder: Path,
+    embedder: EmbedderFolder,
     *images: str,
     out: Path = Path("vectors.npz"),
     batch_size: BatchSize = 64,
@@ -37,7 +45,6 @@ def embed(
     Started by torchrun, several processes share the work.
 
     Args:
-        embedder: folder of a run or of a saved embedder, or hub:owner/name.
         images: image files, folders to search for them, CSV or Parquet tables, tar files;
             for an embedder of vectors, one file of these.
         out: file to write. .npz holds the arrays vectors, paths and, if the images come from
@@ -48,9 +55,9 @@ def embed(
     from proximetry.data.vectors import SUFFIXES, rows_file
 
     check_out(out, SUFFIXES, images)
-    if out.suffix == ".parquet":
+    if out.suffix.lower() == ".parquet":
         need("pyarrow", "images", "Writing Parquet")
-    written = [out, rows_file(out)] if out.suffix == ".npy" else [out]
+    written = [out, rows_file(out)] if out.suffix.lower() == ".npy" else [out]
     skip, skipped_file = bad_images == "skip", out.with_name(f"{out.name}.skipped.json")
     for file in [*written[1:], *([skipped_file] if skip else [])]:
         check_out(file, [".json"], images)
@@ -165,12 +172,12 @@ def _write(out: Path, images: Sequence[Image], vectors: "npt.NDArray[np.float32]
     if any(label for _, label in images):
         columns["labels"] = [label for _, label in images]
     buffer = io.BytesIO()
-    if out.suffix == ".npz":
+    if out.suffix.lower() == ".npz":
         texts: dict[str, Any] = {
             name: np.array([text or "" for text in column]) for name, column in columns.items()
         }
         np.savez(buffer, vectors=vectors, **texts)
-    elif out.suffix == ".npy":
+    elif out.suffix.lower() == ".npy":
         atomic_write(rows_file(out), json.dumps(columns, indent=1).encode())
         np.save(buffer, vectors)
     else:

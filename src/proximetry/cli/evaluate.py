@@ -18,10 +18,10 @@ from proximetry.cli.options import (
     Device,
     Document,
     Flag,
+    Neighbors,
     TableColumns,
 )
 from proximetry.cli.output import check_out, print_result, progress_bar, skip_hint
-from proximetry.cli.search import LARGEST_K
 from proximetry.cli.train import key_options
 from proximetry.metrics.scores import Metrics
 from proximetry.models.names import LARGEST_DIM, Similarity
@@ -47,7 +47,7 @@ def evaluate(
     per_class: Flag = False,
     confusions: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
     binary: Flag = False,
-    expand: Annotated[int, Parameter(validator=Number(gte=0, lte=LARGEST_K))] = 0,
+    expand: Neighbors = 0,
     rerank: Flag = False,
     batch_size: Annotated[
         BatchSize | None,

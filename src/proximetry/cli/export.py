@@ -3,15 +3,14 @@
 from pathlib import Path
 
 from proximetry.cli.inputs import load_embedder
-from proximetry.cli.options import Flag
+from proximetry.cli.options import EmbedderFolder, Flag
 from proximetry.cli.output import check_out, echo
 
 
-def export(embedder: Path, out: Path, *, opset: int = 18) -> None:
+def export(embedder: EmbedderFolder, out: Path, *, opset: int = 18) -> None:
     """Export an embedder to ONNX and verify it with onnxruntime against torch.
 
     Args:
-        embedder: folder of a run or of a saved embedder, or hub:owner/name.
         out: the .onnx file to write.
         opset: version of the ONNX operators.
     """
@@ -26,11 +25,7 @@ def export(embedder: Path, out: Path, *, opset: int = 18) -> None:
 
 
 def push(
-    embedder: Path,
-    repo: str,
-    *,
-    license: str | None = None,
-    private: Flag = False,
+    embedder: EmbedderFolder, repo: str, *, license: str | None = None, private: Flag = False
 ) -> None:
     """Upload an embedder, with a model card, to a repository of the Hugging Face Hub.
 
@@ -38,7 +33,6 @@ def push(
     hub:owner/name as well.
 
     Args:
-        embedder: folder of a run or of a saved embedder.
         repo: the repository, owner/name; created if it does not exist.
         license: the license of the embedder, by the hub's name, such as apache-2.0.
         private: make a new repository private.

@@ -17,6 +17,10 @@ INPUT = (
     "input of an ONNX file, as JSON or a JSON file: size, channels, range, mean, std, output; "
     "default: the .json beside it, else 112×112, RGB, (x − 127.5) / 127.5."
 )
+FaceEmbedder = Annotated[
+    Path,
+    Parameter(help="folder of a run or of a saved embedder, hub:owner/name, or an ONNX file."),
+]
 ABOUT = "Align faces, and test face embedders by the protocols of LFW, YTF and MegaFace."
 
 
@@ -106,7 +110,7 @@ DEFAULTS = ProtocolOptions()
 
 
 def verify(
-    embedder: Path,
+    embedder: FaceEmbedder,
     images: Path,
     pairs: Path,
     /,
@@ -120,7 +124,6 @@ def verify(
     the others), AUC, EER, and TAR at FAR.
 
     Args:
-        embedder: folder of a run or of a saved embedder, hub:owner/name, or an ONNX file.
         images: folder with <person>/<person>_0001.jpg (any image extension), as LFW comes and
             `proximetry faces align` writes; of videos with <person>/<video>/<frames>.
         pairs: LFW's pairs.txt, YTF's splits.txt, or CSV: image,image,same[,fold].
@@ -142,7 +145,7 @@ def verify(
 
 
 def identify(
-    embedder: Path,
+    embedder: FaceEmbedder,
     probes: Path,
     /,
     *,
@@ -157,7 +160,6 @@ def identify(
     pairs of a probe and a distractor.
 
     Args:
-        embedder: folder of a run or of a saved embedder, hub:owner/name, or an ONNX file.
         probes: folder with one folder of images per person.
         distractors: folder of images of other people, or their vectors by the same embedder (.npy,
             which is not read into memory, or .npz, as `proximetry embed --flip` writes); default:

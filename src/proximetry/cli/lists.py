@@ -37,17 +37,11 @@ def losses(name: str | None = None, *, as_json: AsJson = False) -> None:
             },
         }
     if name is None:
-        entries = {
-            one: [
-                loss["about"],
-                ", ".join(
-                    f"{key} {_short(setting['default'])}"
-                    for key, setting in loss["settings"].items()
-                    if key != "engine"
-                ),
-            ]
-            for one, loss in document.items()
-        }
+        entries = {}
+        for one, loss in document.items():
+            values = {key: s["default"] for key, s in loss["settings"].items() if key != "engine"}
+            defaults = ", ".join(f"{key} {_short(value)}" for key, value in values.items())
+            entries[one] = [loss["about"], defaults]
         print_result(as_json, document, columns(entries))
         return
     loss = document[name]
@@ -110,15 +104,12 @@ def recipes(name: str | None = None, *, as_json: AsJson = False) -> None:
         file = find_file(name, shipped_recipes(), "recipe", "recipes")
         print_result(as_json, values, file.read_text(encoding="utf-8").rstrip("\n"))
         return
-    names = sorted(shipped_recipes(), key=lambda name: not name.startswith("default"))
-    every = {name: plain_values(name) for name in names}
-    document = {
-        name: {"about": values["about"], "dataset": values["data"]["dataset"]}
-        for name, values in every.items()
-    }
-    print_result(
-        as_json, document, columns({name: [one["about"]] for name, one in document.items()})
-    )
+    document, entries = {}, {}
+    for name in sorted(shipped_recipes(), key=lambda name: not name.startswith("default")):
+        values = plain_values(name)
+        document[name] = {"about": values["about"], "dataset": values["data"]["dataset"]}
+        entries[name] = [values["about"]]
+    print_result(as_json, document, columns(entries))
 
 
 def datasets(

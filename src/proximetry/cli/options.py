@@ -26,6 +26,13 @@ BatchSize = Annotated[
         help="images per forward pass.",
     ),
 ]
+LARGEST_K = 10_000
+Neighbors = Annotated[int, Parameter(validator=Number(gte=0, lte=LARGEST_K))]
+EmbedderFolder = Annotated[
+    Path, Parameter(help="folder of a run or of a saved embedder, or hub:owner/name.")
+]
+GALLERY = "gallery"  # the default folder
+GalleryAddress = Annotated[str, Parameter(help="folder of the gallery, or its address on Milvus.")]
 Device = Annotated[
     str | None, Parameter(help="cpu, cuda or cuda:1; default: cuda if there is a GPU.")
 ]

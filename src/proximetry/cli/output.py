@@ -38,7 +38,7 @@ def check_out(
     """Reject an output file of another format, that cannot be written, or that is an input."""
     if out is None:
         return
-    if out.suffix not in suffixes:
+    if out.suffix.lower() not in suffixes:
         raise UsageError(f"{option} {out} must end in {' or '.join(suffixes)}")
     check_writable(out)
     if out.exists() and any(Path(source).exists() and out.samefile(source) for source in sources):

@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from proximetry._util.errors import UsageError
+from proximetry.cli.options import Flag
 from proximetry.cli.output import echo
 from proximetry.reproduce.table import ReproduceOptions
 
@@ -16,7 +17,7 @@ def reproduce(
     data: Path | None = None,
     out: Path = Path("results"),
     options: Annotated[ReproduceOptions, Parameter(name="*")] = ReproduceOptions(),  # noqa: B008
-    list_: Annotated[bool, Parameter(name="--list", negative=())] = False,
+    list_: Annotated[Flag, Parameter(name="--list")] = False,
 ) -> None:
     """Run every row of a published table and compare the results with the published figures.
 

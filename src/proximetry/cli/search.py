@@ -11,15 +11,22 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from proximetry._util.errors import UsageError, counted, first_few, shorten, some, spaced
-from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Flag, TableColumns
+from proximetry.cli.options import (
+    GALLERY,
+    LARGEST_K,
+    AsJson,
+    BadImages,
+    BatchSize,
+    Device,
+    Flag,
+    GalleryAddress,
+    Neighbors,
+    TableColumns,
+)
 from proximetry.cli.output import check_out, print_result, progress_bar, skip_hint
 
 if TYPE_CHECKING:
     from proximetry.search import Gallery, SearchResult
-
-GALLERY = "gallery"
-"""The default folder of a gallery."""
-LARGEST_K = 10_000
 
 
 def index(
@@ -201,12 +208,12 @@ def _find_rows(
 def search(
     *queries: Path,
     k: Annotated[int, Parameter(name=["-k", "--k"], validator=Number(gte=1, lte=LARGEST_K))] = 10,
-    gallery: str = GALLERY,
+    gallery: GalleryAddress = GALLERY,
     model: Path | None = None,
     where: Annotated[
         tuple[str, ...], Parameter(metavar="COLUMN=VALUE", consume_multiple=False)
     ] = (),
-    expand: Annotated[int, Parameter(validator=Number(gte=0, lte=LARGEST_K))] = 0,
+    expand: Neighbors = 0,
     rerank: Flag = False,
     sheet: Path | None = None,
     as_json: AsJson = False,
@@ -216,7 +223,6 @@ def search(
     Args:
         queries: image files.
         k: number of results per query.
-        gallery: folder of the gallery, or its address on Milvus.
         model: the run or embedder that built the gallery; needed on Milvus, which stores none.
         where: search only images with this value in a column: label=jay, split=test; of several
             values for one column any matches.
@@ -304,7 +310,7 @@ def _relative(path: str | None) -> str:
 
 
 def duplicates(
-    gallery: str = GALLERY,
+    gallery: GalleryAddress = GALLERY,
     *,
     threshold: float | None = None,
     sheet: Path | None = None,
@@ -313,7 +319,6 @@ def duplicates(
     """Find near-duplicate images of a gallery.
 
     Args:
-        gallery: folder of the gallery, or its address on Milvus.
         threshold: the smallest cosine, or the largest Euclidean distance, of a pair; by default
             measured with altered copies of some of the images.
         sheet: also write the groups as a self-contained .html page.

@@ -81,15 +81,12 @@ def _row(name: str, protocol: str, evaluation: Evaluation, compared: Mapping[str
 
 
 def as_text(rows: Sequence[Row]) -> list[str]:
-    """Return the table of all search methods, their protocols, and their costs."""
+    """Return the table of all search methods, and their protocols and costs."""
     columns = [name for name in rows[0]["metrics"] if name not in COUNTS]
-    parts = [
-        metrics_table({row["name"]: row["metrics"] for row in rows}, columns),
-        "\n".join(wrap(f"{row['name']}: {row['protocol']}", then="  ") for row in rows),
-    ]
-    costs = [row for row in rows if "bytes_per_image" in row]
-    if costs:
-        lines = [f"{row['name']:36}{row['bytes_per_image']:17}" for row in costs]
-        parts.append("\n".join([f"{'':36}{'bytes per image':>17}", *lines]))
-        parts.append("The vectors for re-ranking may stay on disk.")
-    return parts
+    lines = []
+    for row in rows:
+        size = row.get("bytes_per_image")
+        cost = "" if size is None else f"; {size} bytes per image"
+        lines.append(wrap(f"{row['name']}: {row['protocol']}{cost}", then="  "))
+    table = metrics_table({row["name"]: row["metrics"] for row in rows}, columns)
+    return [table, "\n".join(lines)]

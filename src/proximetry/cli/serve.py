@@ -5,8 +5,8 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from proximetry.cli.options import GALLERY
 from proximetry.cli.output import echo
-from proximetry.cli.search import GALLERY
 
 
 def serve(

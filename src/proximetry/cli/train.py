@@ -163,17 +163,6 @@ class Plan(NamedTuple):
     lines: tuple[str, ...] = ()
 
 
-class Request(NamedTuple):
-    """The images, and the recipe if one is named: its name, itself, and overrides of it."""
-
-    dataset: str
-    root: str | None
-    name: str
-    changes: Mapping[str, Any]
-    recipe_name: str | None
-    recipe: Recipe | None
-
-
 def make_plan(
     source: str,
     out: Path | None,
@@ -192,42 +181,52 @@ def make_plan(
         if word.replace("-", "_") in (key, key.rpartition(".")[2]):
             option = f"--{key.replace('_', '-')}"
             raise RecipeError(f"not a folder for the run: {out}. Write {option} {value}")
-    request = _read_request(source, recipe_name, changes)
+    name, reason, lines = "", "", list[str]()
+    if _names_recipe(source, recipe_name):
+        recipe_name = source
+    else:
+        dataset, root = _find_images(source, changes)
+        changes = merge(changes, {"data": {"dataset": dataset, "root": root}}, whole=False)
+        images = Path(os.path.abspath(root or dataset))
+        name = images.stem if images.is_file() else images.name
+        recipe_name = recipe_name or (FOR_VECTORS if dataset == "vectors" else None)
+    defaults: tuple[str, ...] = ()
+    if recipe_name is None:
+        from proximetry._util.machine import resolve_device  # torch: wrong paths come before
 
-    from proximetry._util.machine import resolve_device  # torch: wrong paths are reported before
+        recipe_name, defaults = ON_GPU, (ON_GPU, ON_CPU)
+        if resolve_device(device).type != "cuda":
+            recipe_name, reason = ON_CPU, "on the CPU: " if device else "no CUDA device: "
+    recipe = Recipe.load(recipe_name, changes)
+    names = defaults or (recipe.name,)
     from proximetry.training.run_folder import RunFolder
 
-    recipe, recipe_name, changes = request.recipe, request.recipe_name, request.changes
-    names = (ON_GPU, ON_CPU) if recipe is None else (recipe.name,)
-    lines, reason = list[str](), ""
     if out is None:
-        out = _choose_folder(request, names)
+        out = _choose_folder(name or recipe.name, recipe, names)
         lines.append(f"run folder {out}")
     saved = None if fresh else RunFolder(out).read_recipe()
-    if saved is not None and saved.name in names:
-        reason, requested = f"run in {out}: ", recipe or Recipe.load(saved.name, changes)
-        cache = {"data.cache": requested.data.cache}  # depends on the device
+    if saved is None or saved.name not in names:
+        if defaults and recipe_name == ON_CPU:
+            lines.insert(0, f"--recipe {ON_GPU} is the larger one, for a GPU")
+        lines += resets(plain_values(recipe_name), changes)
+    else:
+        if saved.name != recipe.name:  # the default of another device
+            recipe = Recipe.load(saved.name, changes)
+        before, reason = recipe.essence(), f"run in {out}: "
+        cache = {"data.cache": recipe.data.cache}  # depends on the device
         recipe = Recipe.load(saved.to_dict(), merge(cache, changes, whole=False))
-        before, now = requested.essence(), recipe.essence()
+        now = recipe.essence()
         differing = [
             f"{key} {shown(now[key])}" for key in now if before[key] not in (AUTO, now[key])
         ]
         lines += [f"settings of the run: {some(differing, 20)}"] if differing else []
-    else:
-        if recipe_name is None and resolve_device(device).type == "cuda":
-            recipe_name = ON_GPU
-        elif recipe_name is None:
-            recipe_name, reason = ON_CPU, "on the CPU: " if device else "no CUDA device: "
-            lines.insert(0, f"--recipe {ON_GPU} is the larger one, for a GPU")
-        recipe = recipe or Recipe.load(recipe_name, changes)
-        lines += resets(plain_values(recipe_name), changes)
     size = f", {recipe.model.image_size} px" if recipe.model.image_size else ""
     first = f"{reason}recipe {recipe.name} ({recipe.model.backbone}{size})"
     return Plan(recipe, out, (first, *lines))
 
 
-def _read_request(source: str, recipe_name: str | None, changes: Mapping[str, Any]) -> Request:
-    """Read the first word: a recipe that names its images, or images."""
+def _names_recipe(source: str, recipe_name: str | None) -> bool:
+    """Return whether the first word is a recipe, which names its images."""
     path = Path(source).expanduser()
     is_file = path.suffix in (".yaml", ".yml") and path.is_file()
     is_shipped = source in shipped_recipes() and recipe_name is None
@@ -238,18 +237,7 @@ def _read_request(source: str, recipe_name: str | None, changes: Mapping[str, An
         )
     if is_file and recipe_name is not None:
         raise RecipeError(f"two recipes are given: {source} and --recipe {recipe_name}")
-    if is_file or is_shipped:
-        recipe = Recipe.load(source, changes)
-        data = recipe.data
-        return Request(data.dataset, data.root, recipe.name, changes, source, recipe)
-    dataset, root = _find_images(source, changes)
-    changes = merge(changes, {"data": {"dataset": dataset, "root": root}}, whole=False)
-    images = Path(os.path.abspath(root or dataset))
-    name = images.stem if images.is_file() else images.name
-    if recipe_name is None and dataset == "vectors":
-        recipe_name = FOR_VECTORS
-    named = Recipe.load(recipe_name, changes) if recipe_name is not None else None
-    return Request(dataset, root, name, changes, recipe_name, named)
+    return is_file or is_shipped
 
 
 def _find_images(source: str, changes: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -273,15 +261,15 @@ def _find_images(source: str, changes: Mapping[str, Any]) -> tuple[str, str | No
     return dataset or name, None if path is None else str(path.absolute())
 
 
-def _choose_folder(request: Request, names: tuple[str, ...]) -> Path:
+def _choose_folder(name: str, recipe: Recipe, names: tuple[str, ...]) -> Path:
     """Return a free folder below `RUNS`, or one with a run of these recipes on these images."""
-    name = re.sub(r"[/\\\x00-\x1f]+", "-", request.name).strip(".- ")[:100] or "run"
+    name = re.sub(r"[/\\\x00-\x1f]+", "-", name).strip(".- ")[:100] or "run"
     numbered = (RUNS / f"{name}-{number}" for number in itertools.count(2))
     candidates = itertools.chain([RUNS / name], numbered)
-    return next(path for path in candidates if _is_available(path, request, names))
+    return next(path for path in candidates if _is_available(path, recipe, names))
 
 
-def _is_available(path: Path, request: Request, names: tuple[str, ...]) -> bool:
+def _is_available(path: Path, recipe: Recipe, names: tuple[str, ...]) -> bool:
     from proximetry.training.run_folder import FIRST_STAGE, RunError, RunFolder
 
     folder = RunFolder(path)
@@ -296,9 +284,11 @@ def _is_available(path: Path, request: Request, names: tuple[str, ...]) -> bool:
         if not path.exists():  # no folder can be created there
             raise
         return False
-    roots = [root and Path(root).absolute() for root in (saved.data.root, request.root)]
-    same = saved.data.dataset == request.dataset and roots[0] == roots[1]
-    return same and saved.name.removesuffix(", first stage") in names
+    sources = [
+        (data.dataset, data.root and Path(data.root).absolute())
+        for data in (saved.data, recipe.data)
+    ]
+    return sources[0] == sources[1] and saved.name.removesuffix(", first stage") in names
 
 
 def summary(results: Mapping[str, Any], plan: Plan) -> str:

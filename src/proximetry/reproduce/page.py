@@ -15,7 +15,6 @@ from proximetry.reproduce.figures import curve, figure_names, why_no_seconds
 from proximetry.reproduce.plan import command_for
 from proximetry.reproduce.records import Record, Results
 from proximetry.reproduce.statistics import compare_claim, sample
-from proximetry.reproduce.table import Row
 from proximetry.training.schedule import drop_epochs
 
 _TEMPLATES = Environment(
@@ -28,13 +27,9 @@ _NEAR = 0.95  # of the best final recall: when a row counts as converged
 _NOTES_SHOWN = 3
 
 
-def page(results: Results, seeds: Sequence[int] = (), selected: Sequence[Row] | None = None) -> str:
-    """Return the page of a table.
-
-    ``seeds`` and ``selected``, the rows whose epoch is selected, are what was requested; runs that
-    are not done are listed as missing. Default: the existing seeds and the rows of the table.
-    """
-    return _render("page.md", results, seeds, selected)
+def page(results: Results) -> str:
+    """Return the page of a table."""
+    return _render("page.md", results)
 
 
 def overview(results: Results, folder: str) -> str:
@@ -62,27 +57,19 @@ def _values(values: Iterable[Any], missing: str = "the network's own") -> str:
 _TEMPLATES.filters["values"] = _values
 
 
-def _render(
-    template: str,
-    results: Results,
-    seeds: Sequence[int] = (),
-    selected: Sequence[Row] | None = None,
-    **values: Any,
-) -> str:
+def _render(template: str, results: Results, **values: Any) -> str:
     table = results.table
     values |= {"table": table, "results": results}
     if results.runs:
-        requested = results.selected() if selected is None else selected
-        values |= _setting(results, requested) | _differences(results)
+        values |= _setting(results) | _differences(results)
         values["ranking"] = table.protocol == "held_out" and _ranking(results)
         values["not_run"] = [name for name, runs in results.runs_of.items() if not runs]
-        rows = table.selected_rows() if selected is None else selected
         findings = [(claim, compare_claim(claim, results)) for claim in table.claims]
         selection = next(iter(results.selection.values()), None)
         lines = [] if selection is None else selection.curve
         curves = table.figure is not None and table.figure.kind == "curves"
         values |= {
-            "missing": results.missing(seeds, rows),
+            "missing": results.missing(),
             "table_of_metrics": _metrics(results),
             "angles": any(metric.endswith("_angle") for metric in table.metrics),
             "selection": selection,
@@ -187,7 +174,7 @@ def _convergence(results: Results) -> dict[str, Any]:
     return {"table_of_convergence": grid(["", *keys.values()], lines), "target": target}
 
 
-def _setting(results: Results, selected: Sequence[Row]) -> dict[str, Any]:
+def _setting(results: Results) -> dict[str, Any]:
     """Return what was run: data, network, epochs, versions, command."""
     table, runs, everything = results.table, results.runs, results.everything
     first, environments = runs[0], [record.environment for record in everything]
@@ -219,7 +206,7 @@ def _setting(results: Results, selected: Sequence[Row]) -> dict[str, Any]:
         "gpu": any(record.device != "CPU" for record in everything),
         "commits": sorted(commits),
         "command": command_for(
-            table, first.row, results.seeds, first.recipe, selected, first.epochs_given
+            table, first.row, results.seeds, first.recipe, results.selected(), first.epochs_given
         ),
         "held_out": [100 * record.recipe["evaluation"]["held_out"] for record in runs],
     }

@@ -165,10 +165,9 @@ class Results:
         rows = self.table.selected_rows() if self.selection else ()
         return rows if self.selection.keys() <= {row.name for row in rows} else self.table.rows
 
-    def missing(self, seeds: Iterable[int], selected: Iterable[Row]) -> list[str]:
-        """Return the ids of the runs that a complete table would also have."""
+    def missing(self) -> list[str]:
+        """Return the ids of the runs that a complete table of these seeds would also have."""
         existing = {record.id for record in self.everything}
-        all_seeds = sorted({*self.seeds, *seeds})
-        names = [run_id(row.slug, seed, "full") for seed in all_seeds for row in self.table.rows]
-        names += [run_id(row.slug, 0, "selection") for row in selected]
+        names = [run_id(row.slug, seed, "full") for seed in self.seeds for row in self.table.rows]
+        names += [run_id(row.slug, 0, "selection") for row in self.selected()]
         return [name for name in names if name not in existing]

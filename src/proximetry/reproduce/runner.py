@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,6 @@ from proximetry._util.machine import resolve_device
 from proximetry.data import Catalog, list_datasets, open_dataset
 from proximetry.models import Embedder
 from proximetry.models.backbones import check_name
-from proximetry.recipe.loading import read_yaml
 from proximetry.recipe.schema import AUTO, Recipe
 from proximetry.reproduce.figures import draw
 from proximetry.reproduce.page import page
@@ -32,7 +30,6 @@ from proximetry.reproduce.table import (
     DEFAULTS,
     ReproduceError,
     ReproduceOptions,
-    Row,
     RunsFailedError,
     Table,
 )
@@ -56,12 +53,7 @@ class Interrupted(Stopped):
 
 @dataclass(frozen=True)
 class Job:
-    """A run and the inputs of its process.
-
-    Attributes:
-        work: folder of temporary files.
-        parallel: number of runs that share the device.
-    """
+    """A run, the folder of its temporary files, and the number of runs that share its device."""
 
     run: Run
     work: Path
@@ -84,25 +76,20 @@ class Job:
         return self.work / f"{self.run.id}.log"
 
 
-def start_process(job: Job, program: Sequence[str] = ("-m", "proximetry", "train")) -> Child:
+def start_process(job: Job) -> Child:
     """Start `proximetry train` for a job; a single one may use the terminal."""
-    words = [sys.executable, *program, str(job.file), str(job.folder.path)]
+    command = [sys.executable, "-m", "proximetry", "train", str(job.file), str(job.folder.path)]
+    # Results must not depend on the number of concurrent runs.
+    changes = {FOLLOW_PARENT: str(os.getpid()), "OMP_NUM_THREADS": str(torch.get_num_threads())}
     # Threads that wait in loops take the cores from the other runs; docs/faq.md has figures.
     policy = {"OMP_WAIT_POLICY": "PASSIVE"} if job.parallel > 1 else {}
-    environment = {
-        **policy,
-        **os.environ,
-        FOLLOW_PARENT: str(os.getpid()),
-        # Results must not depend on the number of concurrent runs.
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),
-    }
     with job.log.open("wb") as log:
         return subprocess.Popen(
-            [*words, "--device", job.device],
+            [*command, "--device", job.device],
             stdin=subprocess.DEVNULL,
             stdout=None if job.parallel == 1 and sys.stdout.isatty() else log,
             stderr=log,
-            env=environment,
+            env=policy | os.environ | changes,
             start_new_session=True,  # Ctrl-C reaches only this process
         )
 
@@ -130,7 +117,7 @@ def reproduce(
         start: starts the process of a run.
 
     Raises:
-        Interrupted: after Ctrl-C or SIGTERM; the same call resumes.
+        Interrupted: after Ctrl-C; the same call resumes.
         ReproduceError: invalid arguments or records.
         RunsFailedError: some runs failed; with their reasons.
     """
@@ -139,8 +126,7 @@ def reproduce(
     if options.render:
         if not (home / RUNS).exists():
             raise ReproduceError(f"no results to render: {home}. Pass their folder as --out")
-        selection = options.selection
-        _write(chosen, home, (), None if selection is None else chosen.selected_rows(selection))
+        _write(chosen, home)
         return home
     if options.parallel < 1:
         raise ReproduceError(f"parallel must be at least 1, got {options.parallel}")
@@ -151,7 +137,7 @@ def reproduce(
         check_name(name)
     names = dict.fromkeys(run.recipe.data.dataset for run in runs)
     datasets = {name: _find_data(chosen, name, data) for name in names}
-    with _lock(home, report), _terminate_like_interrupt():
+    with _lock(home, report):
         existing = _check_existing(chosen, home, options, on_gpu)
         if not options.keep_runs:
             _tidy(home, [run.id for run in runs if run.id in existing])
@@ -161,7 +147,7 @@ def reproduce(
             root, _ = datasets[run.recipe.data.dataset]
             placed = replace(run, recipe=run.recipe.override({"data.root": root}))
             jobs.append(Job(placed, home / "work", str(device), parallel))
-            _check_begun(jobs[-1])
+            _check_interrupted(jobs[-1])
         report(f"{chosen.name}: {len(runs)} runs, {len(runs) - len(left)} of them done already")
         if parallel > 1 and chosen.figure is not None and chosen.figure.kind == "curves":
             report("seconds of concurrent runs are neither drawn nor compared")
@@ -178,7 +164,7 @@ def reproduce(
             try:
                 failures = _perform(jobs, parallel, start, finish, report)
             finally:
-                _write(chosen, home, options.seeds, chosen.selected_rows(options.selection))
+                _write(chosen, home)
         except KeyboardInterrupt:  # also while the page is written
             raise Interrupted(
                 f"stopped and saved: {len(read_records(home))} runs are done in {home}. Repeat the "
@@ -372,29 +358,26 @@ def _check_existing(
     return records
 
 
-def _check_begun(job: Job) -> None:
+def _check_interrupted(job: Job) -> None:
     """Check the recipe of an interrupted run; remove one that cannot be resumed."""
     folder = job.folder
     try:
-        parse_json(folder.environment.read_text(encoding="utf-8"))
-        recipe = read_yaml(folder.recipe, "recipe")
-        exists = folder.inspect() is not None
+        saved = folder.inspect()
     except (OSError, ValueError):
-        exists = False
-    if exists:
-        check_same(folder.path, recipe, job.run)
-    elif folder.path.exists():
-        # It was killed while its folder was created or removed. Its process may still run.
-        folder.acquire()
+        saved = None
+    if saved is not None:
+        check_same(folder.path, saved.recipe.to_dict(), job.run)
+    elif folder.path.exists():  # killed while it was created or removed
+        folder.acquire()  # its process may still run
         shutil.rmtree(folder.path, ignore_errors=True)
         folder.release()
-        job.file.unlink(missing_ok=True)
 
 
-def _write(table: Table, home: Path, seeds: Sequence[int], selected: Sequence[Row] | None) -> None:
+def _write(table: Table, home: Path) -> None:
+    """Write the page and the figures of the runs so far."""
     results = Results.read(table, home)
     draw(results, home)
-    atomic_write(home / "README.md", page(results, seeds, selected).encode())
+    atomic_write(home / "README.md", page(results).encode())
 
 
 def _tidy(home: Path, names: Iterable[str]) -> None:
@@ -406,15 +389,3 @@ def _tidy(home: Path, names: Iterable[str]) -> None:
             (work / f"{name}.{suffix}").unlink(missing_ok=True)
     with suppress(OSError):  # others are running
         work.rmdir()
-
-
-@contextmanager
-def _terminate_like_interrupt() -> Iterator[None]:
-    """Let SIGTERM act as Ctrl-C does."""
-    in_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if in_main else None
-    try:
-        yield
-    finally:
-        if in_main:
-            signal.signal(signal.SIGTERM, before)

@@ -42,7 +42,7 @@ def contact_sheet(file: Path, queries: Sequence[str], result: SearchResult) -> N
         queries: the image file of each query.
         result: the search results.
     """
-    if file.suffix not in (".html", ".png"):
+    if file.suffix.lower() not in (".html", ".png"):
         raise UsageError(f"a contact sheet must end in .html or .png, got {file}")
     if len(queries) != len(result):
         raise UsageError(f"{len(queries)} queries for {len(result)} results")
@@ -52,7 +52,7 @@ def contact_sheet(file: Path, queries: Sequence[str], result: SearchResult) -> N
             f"Use fewer queries or a smaller k, at most {_MOST_CELLS} images."
         )
     rows = [_cells(query, result, number) for number, query in enumerate(queries)]
-    if file.suffix == ".html":
+    if file.suffix.lower() == ".html":
         atomic_write(file, _page(rows, "Search results", query=True))
         return
     with atomic_path(file) as part:
