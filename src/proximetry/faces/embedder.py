@@ -4,26 +4,39 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from proximetry._util.errors import UsageError, closest, shown
-from proximetry._util.files import read_json
+from proximetry._util.errors import UsageError
+from proximetry._util.files import read_text
 from proximetry._util.machine import resolve_device
 from proximetry.data.images import ImageError, image_size
 from proximetry.faces.detector import open_session, reason_of
 from proximetry.models import Preprocessing
+from proximetry.recipe.loading import validation_message
 
 Array = np.ndarray[Any, Any]
 
-KEYS = ("size", "channels", "range", "mean", "std", "output")
 _SIDE = 112
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+
+
+class _Contract(BaseModel):
+    """The input of an ONNX file; see `open_embedder`."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    size: int | tuple[int, int] | None = None
+    channels: Literal["RGB", "BGR"] = "RGB"
+    range: tuple[float, float] = (0, 255)
+    mean: float | tuple[float, float, float] | None = None
+    std: float | tuple[float, float, float] | None = None
+    output: str | None = None
 
 
 @dataclass(frozen=True)
@@ -122,8 +135,8 @@ def _open_onnx(path: Path, contract: str | None, device: torch.device) -> FaceEm
         raise UsageError(
             f"{path} takes {described}. Expected float images [batch, 3, height, width]"
         )
-    settings, place = _read_contract(path, contract)
-    output = settings.pop("output", outputs[0] if len(outputs) == 1 else None)
+    description, place = _read_contract(path, contract)
+    output = description.output or (outputs[0] if len(outputs) == 1 else None)
     if output not in outputs:
         raise UsageError(
             f"{path} has the outputs {', '.join(outputs)}, not {output}. Name the embedding: "
@@ -131,10 +144,10 @@ def _open_onnx(path: Path, contract: str | None, device: torch.device) -> FaceEm
         )
     metadata = session.get_modelmeta().custom_metadata_map
     flip_tta = False
-    if not settings and metadata.get("proximetry") == "embedder":
+    if description.model_fields_set <= {"output"} and metadata.get("proximetry") == "embedder":
         preprocessing, flip_tta = _exported(path, metadata)
     else:
-        preprocessing = _preprocessing(settings, place, shape[2:])
+        preprocessing = _preprocessing(description, place, shape[2:])
     crop = preprocessing.crop
     if any(isinstance(a, int) and a != b for a, b in zip(shape[2:], crop, strict=True)):
         raise UsageError(
@@ -161,52 +174,37 @@ def _open_onnx(path: Path, contract: str | None, device: torch.device) -> FaceEm
     return FaceEmbedder(str(path), dim, preprocessing, embed, device, flip_tta, onnx=True)
 
 
-def _read_contract(path: Path, contract: str | None) -> tuple[dict[str, Any], str]:
+def _read_contract(path: Path, contract: str | None) -> tuple[_Contract, str]:
     """Return the description of the input of an ONNX file, and where it is."""
     beside = path.with_suffix(".json")
     if contract is None and not beside.is_file():
-        return {}, "the default"
-    inline = contract is not None and contract.lstrip().startswith("{")
-    file = beside if contract is None else Path(contract)
-    place = "--input" if inline else str(file)
+        return _Contract(), "the default"
+    place, text = "--input", contract or ""
+    if not text.lstrip().startswith("{"):
+        place, text = str(contract or beside), read_text(Path(contract or beside), limit=2**20)
     try:
-        settings = json.loads(contract or "") if inline else read_json(file, limit=2**20)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--input is not JSON: {error}" if inline else str(error)) from error
-    if not isinstance(settings, dict):
-        raise UsageError(
-            f'{place} must be an object such as {{"size": 112}}, got {shown(settings)}'
-        )
-    for key in settings:
-        if key not in KEYS:
-            raise UsageError(f"{place}: unknown key {key!r}{closest(key, KEYS)}")
-    return settings, place
+        return _Contract.model_validate_json(text, strict=True), place
+    except ValidationError as error:
+        reason = validation_message(error, _Contract).strip()
+        raise UsageError(f"{place}: {reason}") from error
 
 
-def _preprocessing(settings: Mapping[str, Any], place: str, shape: Sequence[Any]) -> Preprocessing:
-    def numbers(key: str, default: Any, count: int, expected: str) -> list[Any]:
-        value = settings.get(key, default)
-        values = value if isinstance(value, list) else [value] * count
-        valid = all(type(v) in (int, float) and isfinite(v) for v in values)
-        if len(values) != count or not valid:
-            raise UsageError(f"{place}: {key} must be {expected}, got {value!r}")
-        return values
-
-    sides = [side if isinstance(side, int) else _SIDE for side in shape]
-    size = numbers("size", sides, 2, "a side or [height, width]")
-    low, high = numbers("range", [0, 255], 2, "[low, high]")
+def _preprocessing(contract: _Contract, place: str, shape: Sequence[Any]) -> Preprocessing:
+    low, high = contract.range
     if low >= high:
         raise UsageError(f"{place}: range must be [low, high], got {[low, high]}")
-    mean = numbers("mean", (low + high) / 2, 3, "a number or three")
-    std = numbers("std", (high - low) / 2, 3, "a number or three")
+    free = [side if isinstance(side, int) else _SIDE for side in shape]
+    crop = np.broadcast_to(free if contract.size is None else contract.size, 2).tolist()
+    mean = (low + high) / 2 if contract.mean is None else contract.mean
+    std = (high - low) / 2 if contract.std is None else contract.std
     try:
         return Preprocessing(
-            resize=min(size),
-            crop=tuple(size),
-            mean=tuple(value - low for value in mean),
-            std=tuple(std),
+            resize=min(crop),
+            crop=tuple(crop),
+            mean=tuple((np.broadcast_to(mean, 3) - low).tolist()),
+            std=tuple(np.broadcast_to(std, 3).tolist()),
             scale=(high - low) / 255,
-            channels=settings.get("channels", "RGB"),
+            channels=contract.channels,
             interpolation="bilinear",
         )
     except ValueError as error:
