@@ -68,8 +68,10 @@ def warp(image: Pixels, matrix: Floats, height: int, width: int) -> Pixels:
     origin = start - complex(left - 1, top - 1) + (0.5 + 0.5j) * (1 - inverse)
     affine = (inverse.real, -inverse.imag, origin.real, inverse.imag, inverse.real, origin.imag)
     planes = [  # of floats, since Pillow does not round bytes but truncates them
-        Image.fromarray(plane).transform(
-            (width, height), Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR
+        np.asarray(
+            Image.fromarray(plane).transform(
+                (width, height), Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR
+            )
         )
         for plane in np.moveaxis(part, 2, 0)
     ]

@@ -99,7 +99,7 @@ class Detector:
         # One session of one thread per worker is faster than a shared one.
         self._session = open_session(self.file, threads=1)
         inputs = self._session.get_inputs()
-        shape = inputs[0].shape if len(inputs) == 1 else ()
+        shape = list(inputs[0].shape) if len(inputs) == 1 else []
         sides = [side if isinstance(side, int) else 0 for side in shape[2:]]  # 0: any
         valid = len(shape) == 4 and shape[1] == 3 and inputs[0].type == "tensor(float)"
         if not valid or sides.count(0) == 1 or any(side % STRIDES[-1] for side in sides):

@@ -51,7 +51,6 @@ class FaceEmbedder:
         device: device of the pixels.
         flip_tta: whether a vector already describes both the image and its mirror image.
         onnx: whether it is an ONNX file.
-        blame: explains vectors that are not finite.
     """
 
     source: str
@@ -61,7 +60,6 @@ class FaceEmbedder:
     device: torch.device
     flip_tta: bool = False
     onnx: bool = False
-    blame: Callable[[], str] = lambda: "its weights may be damaged, or its input settings wrong"
 
     @property
     def views(self) -> str:
@@ -106,7 +104,6 @@ def open_embedder(
     if contract is not None:
         raise UsageError(f"--input describes an ONNX file, and {source} is not one")
     # With timm, whose import takes seconds.
-    from proximetry.models.embedder import why_not_finite
     from proximetry.models.hub import load_embedder
 
     model = load_embedder(path, device)
@@ -117,7 +114,6 @@ def open_embedder(
         model.embed,
         device,
         model.architecture.flip_tta,
-        blame=lambda: why_not_finite(model),
     )
 
 

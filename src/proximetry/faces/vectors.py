@@ -107,7 +107,7 @@ class FaceVectors:
             batch_size=self.batch_size,
             concat_flip=self.concat_flip,
             on_error=skip,
-            blame=self.embedder.blame,
+            blame=lambda: "its weights may be damaged, or its input settings wrong",
         ):
             yield [mine[index] for index in indices], vectors
             done += len(indices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -56,6 +56,7 @@ class RunEvaluation:
         evaluation: every score of every query.
         scores: their means.
         neighbors: the nearest images of each query.
+        queries, gallery: rows of the catalog.
         agrees: whether the figures are those of the selected epoch in the run's results.
         notes: warnings about the images and the figures.
         unreadable: image files for which a page has no thumbnail.
@@ -69,6 +70,8 @@ class RunEvaluation:
     evaluation: Evaluation
     scores: dict[str, Any]
     neighbors: RetrievalResult
+    queries: Rows
+    gallery: Rows
     agrees: bool
     notes: list[str]
     unreadable: set[str] = field(default_factory=set)
@@ -77,16 +80,6 @@ class RunEvaluation:
     def intervals(self) -> dict[str, Interval]:
         """95 % bootstrap confidence intervals of the means, resampled by class."""
         return self.evaluation.bootstrap()
-
-    @cached_property
-    def queries(self) -> Rows:
-        """Rows of the catalog."""
-        return _rows(self.catalog.queries, len(self.catalog))
-
-    @cached_property
-    def gallery(self) -> Rows:
-        """Rows of the catalog."""
-        return _rows(self.catalog.galleries, len(self.catalog))
 
     @property
     def ranking(self) -> str:
@@ -102,10 +95,14 @@ class RunEvaluation:
         """
         sign = 1 if best else -1
         scores, similarities = self.evaluation.scores[self.ranking], self.neighbors.similarities
+        order = np.lexsort((sign * similarities[:, 0], -sign * scores))
+        return self.one_per_class(order[self.evaluation.scored[order]], count)
+
+    def one_per_class(self, queries: Rows, count: int) -> list[int]:
+        """Return the first query of each class."""
         first: dict[int, int] = {}
-        for query in np.lexsort((sign * similarities[:, 0], -sign * scores)):
-            if self.evaluation.scored[query]:
-                first.setdefault(int(self.evaluation.query_codes[query]), int(query))
+        for query in queries:
+            first.setdefault(int(self.evaluation.query_codes[query]), int(query))
         return list(first.values())[:count]
 
     def first_positive(self, query: int) -> int | None:
@@ -144,10 +141,6 @@ class RunEvaluation:
     def _files(self) -> list[str]:
         """Resolved paths: two folders may contain different images with the same names."""
         return [os.path.realpath(self.catalog.file(row)) for row in range(len(self.catalog))]
-
-
-def _rows(role: Sequence[bool] | None, count: int) -> Rows:
-    return np.arange(count) if role is None else np.flatnonzero(role)
 
 
 def evaluate_run(
@@ -212,6 +205,10 @@ def evaluate_run(
     if not record.results:
         epoch = (embedder.metrics or {}).get("epoch")
         notes.append(f"the embedder is the last saved one, of epoch {epoch}")
+    queries, gallery = (
+        np.arange(len(catalog)) if role is None else np.flatnonzero(role)
+        for role in (catalog.queries, catalog.galleries)
+    )
     return RunEvaluation(
         embedder,
         catalog,
@@ -221,6 +218,8 @@ def evaluate_run(
         next(iter(scored.values())),
         scores,
         retrieve(**compared(vectors, catalog, similarity), k=NEIGHBORS),
+        queries,
+        gallery,
         split in record.selected and not changed,
         notes,
     )
