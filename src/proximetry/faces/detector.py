@@ -59,8 +59,7 @@ def open_session(file: Path, threads: int, device: "torch.device | None" = None)
 
 def reason_of(error: Exception) -> str:
     """Return the message of an onnxruntime error, without its codes and source locations."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rpartition(" : ")[2][:200] if lines else type(error).__name__
+    return " ".join(str(error).split()).rpartition(" : ")[2][:200] or type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Detector:
         sides = [side if isinstance(side, int) else 0 for side in shape[2:]]  # 0: any
         valid = len(shape) == 4 and shape[1] == 3 and inputs[0].type == "tensor(float)"
         if not valid or sides.count(0) == 1 or any(side % STRIDES[-1] for side in sides):
-            raise self._error(f"it takes {_described(inputs)}")
+            raise self._error(f"it takes {described(inputs)}")
         self._name, self._size = inputs[0].name, tuple(sides) if all(sides) else None
         height, width = self._size or (2 * STRIDES[-1], 2 * STRIDES[-1])
         try:
@@ -117,7 +116,7 @@ class Detector:
         self._positions = [[shapes.get((count, row), -1) for row in ROWS] for count in anchors]
         scores, boxes, points = zip(*self._positions, strict=True)
         if min(*scores, *boxes) < 0:
-            raise self._error(f"it returns {_described(self._session.get_outputs())}")
+            raise self._error(f"it returns {described(self._session.get_outputs())}")
         if min(points) < 0:
             raise self._error("it returns no points; models with points have 'kps' in the name")
 
@@ -250,6 +249,7 @@ def _inputs(images: Sequence[Pixels], size: tuple[int, ...]) -> Floats:
     return inputs
 
 
-def _described(values: Sequence[Any]) -> str:
+def described(values: Sequence[Any]) -> str:
+    """Describe the inputs or outputs of a network: names, shapes and types."""
     shapes = (f"{v.name} [{', '.join(map(str, v.shape))}] {v.type}" for v in values)
     return (", ".join(itertools.islice(shapes, 3)) or "nothing") + ", …" * (len(values) > 3)

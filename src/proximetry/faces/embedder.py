@@ -16,7 +16,7 @@ from proximetry._util.errors import UsageError
 from proximetry._util.files import read_text
 from proximetry._util.machine import resolve_device
 from proximetry.data.images import ImageError, image_size
-from proximetry.faces.detector import open_session, reason_of
+from proximetry.faces.detector import described, open_session, reason_of
 from proximetry.models import Preprocessing
 from proximetry.recipe.loading import validation_message
 
@@ -107,29 +107,18 @@ def open_embedder(
     from proximetry.models.hub import load_embedder
 
     model = load_embedder(path, device)
-    return FaceEmbedder(
-        str(source),
-        model.dim,
-        model.preprocessing,
-        model.embed,
-        device,
-        model.architecture.flip_tta,
-    )
+    flip_tta = model.architecture.flip_tta
+    return FaceEmbedder(str(source), model.dim, model.preprocessing, model.embed, device, flip_tta)
 
 
 def _open_onnx(path: Path, contract: str | None, device: torch.device) -> FaceEmbedder:
     session = open_session(path, torch.get_num_threads(), device)
     inputs, outputs = session.get_inputs(), [value.name for value in session.get_outputs()]
-    described = ", ".join(f"{value.name} {value.shape} {value.type}" for value in inputs)
     name, shape, kind = inputs[0].name, inputs[0].shape, inputs[0].type
-    if (
-        len(inputs) != 1
-        or len(shape) != 4
-        or (isinstance(shape[1], int) and shape[1] != 3)
-        or kind not in _TYPES
-    ):
+    one_image = len(inputs) == 1 and len(shape) == 4 and kind in _TYPES
+    if not one_image or (isinstance(shape[1], int) and shape[1] != 3):
         raise UsageError(
-            f"{path} takes {described}. Expected float images [batch, 3, height, width]"
+            f"{path} takes {described(inputs)}. Expected float images [batch, 3, height, width]"
         )
     description, place = _read_contract(path, contract)
     output = description.output or (outputs[0] if len(outputs) == 1 else None)
@@ -141,20 +130,16 @@ def _open_onnx(path: Path, contract: str | None, device: torch.device) -> FaceEm
     metadata = session.get_modelmeta().custom_metadata_map
     flip_tta = False
     if description.model_fields_set <= {"output"} and metadata.get("proximetry") == "embedder":
-        preprocessing, flip_tta = _exported(path, metadata)
+        preprocessing, flip_tta = _exported(metadata)
     else:
         preprocessing = _preprocessing(description, place, shape[2:])
-    crop = preprocessing.crop
-    if any(isinstance(a, int) and a != b for a, b in zip(shape[2:], crop, strict=True)):
-        raise UsageError(
-            f"{path} takes {shape[2]}×{shape[3]} pixels (height×width), not {crop[0]}×{crop[1]} as "
-            f"in {place}"
-        )
 
     def run(pixels: Array) -> Array:
         return np.asarray(session.run([output], {name: pixels.astype(_TYPES[kind])})[0])
 
-    batch, dim = _probe(path, run, crop, shape[0] if isinstance(shape[0], int) else None)
+    batch, dim = _probe(
+        path, run, preprocessing.crop, shape[0] if isinstance(shape[0], int) else None
+    )
 
     def embed(pixels: Tensor) -> Tensor:
         values = preprocessing.normalize(pixels).numpy(force=True)
@@ -207,21 +192,12 @@ def _preprocessing(contract: _Contract, place: str, shape: Sequence[Any]) -> Pre
         raise UsageError(f"{place}: {error}") from error
 
 
-def _exported(path: Path, metadata: Mapping[str, str]) -> tuple[Preprocessing, bool]:
+def _exported(metadata: Mapping[str, str]) -> tuple[Preprocessing, bool]:
     """Read the metadata of `proximetry export`: normalization is part of the graph."""
-    try:
-        before = json.loads(metadata["preprocessing"])
-        preprocessing = Preprocessing(
-            resize=before["resize"],
-            crop=tuple(before["crop"]),
-            interpolation=before["interpolation"],
-            mean=(0.0,) * 3,
-            std=(1.0,) * 3,
-            scale=1.0,
-        )
-        return preprocessing, bool(json.loads(metadata["architecture"])["flip_tta"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: its metadata does not describe its input") from error
+    before = json.loads(metadata["preprocessing"])
+    kept = {key: before[key] for key in ("resize", "crop", "interpolation")}
+    preprocessing = Preprocessing(**kept, mean=(0.0,) * 3, std=(1.0,) * 3, scale=1.0)
+    return preprocessing, bool(json.loads(metadata["architecture"])["flip_tta"])
 
 
 def _probe(
