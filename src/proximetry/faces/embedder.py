@@ -12,13 +12,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from proximetry._util.errors import UsageError
+from proximetry._util.errors import UsageError, closest, shown
 from proximetry._util.files import read_text
 from proximetry._util.machine import resolve_device
 from proximetry.data.images import ImageError, image_size
 from proximetry.faces.detector import described, open_session, reason_of
 from proximetry.models import Preprocessing
-from proximetry.recipe.loading import validation_message
 
 Array = np.ndarray[Any, Any]
 
@@ -166,8 +165,14 @@ def _read_contract(path: Path, contract: str | None) -> tuple[_Contract, str]:
     try:
         return _Contract.model_validate_json(text, strict=True), place
     except ValidationError as error:
-        reason = validation_message(error, _Contract).strip()
-        raise UsageError(f"{place}: {reason}") from error
+        first = error.errors()[0]
+        key = "".join(map(str, first["loc"][:1]))
+        reason = (
+            f"{key} {first['msg'].replace('Input should', 'must')}, got {shown(first['input'])}"
+        )
+        if first["type"] == "extra_forbidden":
+            reason = f"unknown key {key!r}{closest(key, _Contract.model_fields)}"
+        raise UsageError(f"{place}: {reason.strip()}") from error
 
 
 def _preprocessing(contract: _Contract, place: str, shape: Sequence[Any]) -> Preprocessing:
