@@ -107,7 +107,7 @@ def test_custom_folds_videos_and_quoted_names(tmp_path, images):
         ("Ann,Bo,1\nAnn,Bo,0,3\n", "line 2: expected a fold"),
         ("Ann,Bo,1,3\nAnn,Bo,0,\n", "line 2: expected a fold"),
         ("Ann,Ann,1\n", "line 1: expected two images"),
-        ('Ann,"Bo"x,1\n', "line 1: not CSV"),
+        ('Ann,"Bo"x,1\n', "line 1: ',' expected"),
         ("a,b,same\n", "has no pairs"),
         ("Ann,Bo,0,1\nAnn,Cy,1,1\nAnn,Bo,0,2\n", "fold 2 has no pair of the same person"),
     ],

@@ -2,7 +2,6 @@
 
 import csv
 import hashlib
-import io
 import json
 import os
 import sqlite3
@@ -11,15 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
 from proximetry._util.errors import UsageError, some
-from proximetry._util.files import atomic_path, atomic_write, written_for
+from proximetry._util.files import atomic_path, written_for
 from proximetry._util.machine import cores
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
@@ -31,13 +31,13 @@ from proximetry.faces.detector import BATCH, Detector, Faces, find_detector
 
 MAX_WORKERS = 16  # each holds a few images and the activations of the network in memory
 REPORT, JOURNAL = "faces.csv", ".align.sqlite"
-FORMAT = "proximetry aligned faces 3"
 POINTS = ("left_eye", "right_eye", "nose", "left_mouth", "right_mouth")
 COLUMNS = (
     *("path", "status", "faces", "kept", "score", "left", "top", "right", "bottom"),
     *(f"{point}_{axis}" for point in POINTS for axis in "xy"),
     *("output", "reason"),
 )
+STATUS, OUTPUT = COLUMNS.index("status"), COLUMNS.index("output")
 
 Log = Callable[[str], None]
 
@@ -53,18 +53,6 @@ class Alignment:
     several: int
     no_face: int
     unreadable: int
-
-
-class _Entry(NamedTuple):
-    """An image in the journal: status, output files with their sizes, and rows of the report.
-
-    `stamp` is its size in bytes and modification time; another stamp is another image.
-    """
-
-    stamp: list[int]
-    status: str
-    outputs: dict[str, int]
-    rows: list[list[Any]]
 
 
 def align_folder(
@@ -107,16 +95,25 @@ def align_folder(
     log(f"detector: {file.name}{package and f' of {package}'}")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     settings = {
-        "format": FORMAT,
         "folder": str(source.resolve()),
         "size": size,
         "keep": keep,
         "detector": f"{file.name} ({digest})",
     }
-    work = _Work(source, home, size, keep, model, ambiguous(paths, keep))
-    with _open_journal(home, settings) as journal:
-        done = _check_journal(journal, source, home, paths)
-        _run(work, [path for path in paths if path not in done], len(paths), journal, progress)
+    align = partial(_align_images, source, home, model, size, keep, ambiguous(paths, keep))
+    workers = min(cores(), MAX_WORKERS) + 1  # one more, while others wait for the disk
+    with _open_journal(home, settings) as journal, ThreadPoolExecutor(workers) as pool:
+        finished = _finished_images(journal, source, home, paths)
+        remaining, done = [path for path in paths if path not in finished], len(finished)
+        # The pool queues all it is given: a few thousand images at a time.
+        for group in chunks(len(remaining), 256 * workers * BATCH):
+            part = remaining[group]
+            for records in pool.map(align, [part[at] for at in chunks(len(part), BATCH)]):
+                journal.executemany("INSERT OR REPLACE INTO aligned VALUES (?, ?, ?)", records)
+                journal.commit()
+                done += len(records)
+                if progress is not None:
+                    progress(done, len(paths))
         return _write_report(journal, home, paths)
 
 
@@ -187,103 +184,66 @@ def choose(faces: Faces, keep: Keep, shape: Sequence[int]) -> list[int]:
     return order if keep == "all" else order[:1]
 
 
-@dataclass(frozen=True)
-class _Work:
-    """Detect, choose, warp and write the faces of a few images."""
-
-    folder: Path
-    out: Path
-    size: Size
-    keep: Keep
-    detector: Detector
-    ambiguous: set[str]
-
-    def __call__(self, paths: Sequence[str]) -> dict[str, _Entry]:
-        entries: dict[str, _Entry] = {}
-        images: dict[str, npt.NDArray[np.uint8]] = {}
-        stamps = {path: _stamp(self.folder / path) for path in paths}
-        for path in paths:
-            try:
-                images[path] = np.asarray(open_image(self.folder / path))
-            except ImageError as error:
-                entries[path] = _without_face(path, stamps[path], "unreadable", error.reason)
-        for path, faces in zip(images, self.detector(list(images.values())), strict=True):
-            entries[path] = self._align(path, stamps[path], images[path], faces)
-        return entries
-
-    def _align(
-        self, path: str, stamp: list[int], image: npt.NDArray[np.uint8], faces: Faces
-    ) -> _Entry:
-        if not len(faces):
-            return _without_face(path, stamp, "no face", "")
+def _align_images(
+    folder: Path,
+    out: Path,
+    detector: Detector,
+    size: Size,
+    keep: Keep,
+    ambiguous: set[str],
+    paths: Sequence[str],
+) -> list[tuple[bytes, str, str]]:
+    """Write the faces of a few images; return their paths, stamps and rows of the report."""
+    # Stamps first: an image that changes meanwhile is aligned again next time.
+    stamps = [_stamp(folder / path) for path in paths]
+    images, rows = dict[str, npt.NDArray[np.uint8]](), dict[str, list[list[Any]]]()
+    for path in paths:
+        try:
+            images[path] = np.asarray(open_image(folder / path))
+        except ImageError as error:
+            rows[path] = [_without_face(path, "unreadable", error.reason)]
+    for (path, image), faces in zip(images.items(), detector(list(images.values())), strict=True):
+        outputs = [""] * len(faces)
         # Rounded first: the report has the numbers that the face was warped with.
         scores = faces.scores.astype(np.float64).round(4)
         boxes, points = (of.astype(np.float64).round(2) for of in (faces.boxes, faces.points))
-        names = [""] * len(faces)
-        outputs: dict[str, int] = {}
-        for rank, row in enumerate(choose(faces, self.keep, image.shape)):
-            matrix = similarity(points[row], template(self.size))
+        for rank, row in enumerate(choose(faces, keep, image.shape)):
+            matrix = similarity(points[row], template(size))
             if matrix is not None:
-                names[row] = output_name(path, rank, self.ambiguous)
-                face = warp(image, matrix, *height_and_width(self.size))
-                content = io.BytesIO()
-                # Higher levels take up to ten times as long and save a tenth at most.
-                Image.fromarray(face).save(content, "PNG", compress_level=1)
-                self._write(names[row], content.getvalue())
-                outputs[names[row]] = len(content.getvalue())
-        status, reason = ("aligned", "") if outputs else ("no face", "the five points coincide")
-        rows = []
-        for name, score, box, five in zip(names, scores, boxes, points, strict=True):
-            start = [path, status, len(faces), "yes" if name else "no", score.item()]
-            rows.append([*start, *box.tolist(), *five.ravel().tolist(), name, reason])
-        return _Entry(stamp, status, outputs, rows)
-
-    def _write(self, name: str, content: bytes) -> None:
-        file = self.out / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(file, content, durable=False)
-
-
-def _without_face(path: str, stamp: list[int], status: str, reason: str) -> _Entry:
-    row = [path, status, 0, "no", *[""] * (len(COLUMNS) - 5), reason]
-    return _Entry(stamp, status, {}, [row])
+                outputs[row] = output_name(path, rank, ambiguous)
+                (out / outputs[row]).parent.mkdir(parents=True, exist_ok=True)
+                face = Image.fromarray(warp(image, matrix, *height_and_width(size)))
+                with atomic_path(out / outputs[row], durable=False) as file:
+                    # Higher levels take up to ten times as long and save a tenth at most.
+                    face.save(file, "PNG", compress_level=1)
+        status, reason = "aligned", ""
+        if not any(outputs):
+            status, reason = "no face", "the five points coincide" if len(faces) else ""
+        rows[path] = [] if len(faces) else [_without_face(path, status, reason)]
+        for output, score, box, five in zip(outputs, scores, boxes, points, strict=True):
+            start = [path, status, len(faces), "yes" if output else "no", score.item()]
+            rows[path].append([*start, *box.tolist(), *five.ravel().tolist(), output, reason])
+    return [
+        (os.fsencode(path), stamp, json.dumps(rows[path]))
+        for path, stamp in zip(paths, stamps, strict=True)
+    ]
 
 
-def _run(
-    work: _Work,
-    paths: Sequence[str],
-    total: int,
-    journal: sqlite3.Connection,
-    progress: Progress | None,
-) -> None:
-    """Process images with all cores, and record each when its faces are written."""
-    done = total - len(paths)
-    workers = min(cores(), MAX_WORKERS) + 1  # one more, while others wait for the disk
-    with ThreadPoolExecutor(workers) as pool:
-        # The pool queues all it is given: a few thousand images at a time.
-        for group in chunks(len(paths), 256 * workers * BATCH):
-            part = paths[group]
-            batches = [part[at] for at in chunks(len(part), BATCH)]
-            for entries in pool.map(work, batches):
-                rows = [(os.fsencode(path), json.dumps(entry)) for path, entry in entries.items()]
-                journal.executemany("INSERT OR REPLACE INTO images VALUES (?, ?)", rows)
-                journal.commit()
-                done += len(entries)
-                if progress is not None:
-                    progress(done, total)
+def _without_face(path: str, status: str, reason: str) -> list[Any]:
+    return [path, status, 0, "no", *[""] * (len(COLUMNS) - 5), reason]
 
 
-def _stamp(file: Path) -> list[int]:
-    """Return the size in bytes and the modification time of a file, zeros if it is missing."""
+def _stamp(file: Path) -> str:
+    """Return the size in bytes and the modification time of a file; "" if it is missing."""
     try:
         status = file.stat()
     except OSError:
-        return [0, 0]
-    return [status.st_size, status.st_mtime_ns]
+        return ""
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 @contextmanager
-def _open_journal(home: Path, settings: dict[str, Any]) -> Iterator[sqlite3.Connection]:
+def _open_journal(home: Path, settings: dict[str, str]) -> Iterator[sqlite3.Connection]:
     """Open the journal of a folder that is new, empty, or was written with the same settings."""
     existing = next(path for path in (home, *home.absolute().parents) if path.exists())
     if not existing.is_dir():
@@ -298,18 +258,21 @@ def _open_journal(home: Path, settings: dict[str, Any]) -> Iterator[sqlite3.Conn
     with closing(sqlite3.connect(home / JOURNAL, timeout=0)) as journal:
         try:
             journal.execute("PRAGMA locking_mode = EXCLUSIVE")  # until it is closed
-            journal.execute("CREATE TABLE IF NOT EXISTS images (path BLOB PRIMARY KEY, entry)")
-            row = [b"", json.dumps(settings)]
-            journal.execute("INSERT OR IGNORE INTO images VALUES (?, ?)", row)
+            journal.execute("CREATE TABLE IF NOT EXISTS settings (name PRIMARY KEY, value)")
+            journal.execute(
+                "CREATE TABLE IF NOT EXISTS aligned (path BLOB PRIMARY KEY, stamp, rows)"
+            )
+            journal.executemany("INSERT OR IGNORE INTO settings VALUES (?, ?)", settings.items())
             journal.commit()
-            (text,) = journal.execute("SELECT entry FROM images WHERE path = ?", [b""]).fetchone()
-            stored = json.loads(text)
-            changed = [key for key, value in settings.items() if stored.get(key) != value]
-            if changed:
-                changes = ", ".join(f"{k} was {stored.get(k)}, now {settings[k]}" for k in changed)
+            changes = [
+                f"{name} was {value}, now {settings[name]}"
+                for name, value in journal.execute("SELECT name, value FROM settings")
+                if value != settings[name]
+            ]
+            if changes:
                 raise UsageError(
-                    f"{home} was written with other settings: {changes}. Choose another folder, "
-                    "or the same settings."
+                    f"{home} was written with other settings: {', '.join(changes)}. Choose another "
+                    "folder, or the same settings."
                 )
             for leftover in filter(written_for, home.rglob(".*")):
                 leftover.unlink(missing_ok=True)
@@ -321,36 +284,32 @@ def _open_journal(home: Path, settings: dict[str, Any]) -> Iterator[sqlite3.Conn
             ) from error
 
 
-def _check_journal(
+def _finished_images(
     journal: sqlite3.Connection, folder: Path, home: Path, paths: Sequence[str]
 ) -> set[str]:
-    """Return the images that are done; drop those that changed, failed or lost their faces."""
-    query = "SELECT path FROM images WHERE path != ?"
-    stored = {os.fsdecode(path) for (path,) in journal.execute(query, [b""])}
-    missing = sorted(stored.difference(paths))
+    """Return the images that are done; remove the faces of those that changed or lost some."""
+    finished, stale = set[str](), dict[str, list[Path]]()
+    for name, stamp, rows in journal.execute("SELECT path, stamp, rows FROM aligned"):
+        path, (first, *others) = os.fsdecode(name), json.loads(rows)
+        outputs = [home / row[OUTPUT] for row in (first, *others) if row[OUTPUT]]
+        # A power failure may leave empty files.
+        complete = all(output.is_file() and output.stat().st_size for output in outputs)
+        if complete and first[STATUS] != "unreadable" and stamp == _stamp(folder / path):
+            finished.add(path)
+        else:
+            stale[path] = outputs
+    missing = sorted((finished | stale.keys()).difference(paths))
     if missing:
         raise UsageError(
             f"{home} has the faces of {len(missing)} images that are no longer in {folder}: "
             f"{some(missing, 3)}. Restore them, or choose another output folder."
         )
-    for path in sorted(stored):
-        entry = _entry(journal, path)
-        sizes = {name: _stamp(home / name)[0] for name in entry.outputs}
-        current = entry.stamp == _stamp(folder / path) and sizes == entry.outputs
-        if not current or entry.status == "unreadable":
-            for output in (home / name for name in entry.outputs):
-                if output.resolve().is_relative_to(home.resolve()):
-                    output.unlink(missing_ok=True)
-            journal.execute("DELETE FROM images WHERE path = ?", [os.fsencode(path)])
-            stored.remove(path)
+    for path, outputs in stale.items():
+        for output in outputs:
+            output.unlink(missing_ok=True)
+        journal.execute("DELETE FROM aligned WHERE path = ?", [os.fsencode(path)])
     journal.commit()
-    return stored
-
-
-def _entry(journal: sqlite3.Connection, path: str) -> _Entry:
-    query = "SELECT entry FROM images WHERE path = ?"
-    (entry,) = journal.execute(query, [os.fsencode(path)]).fetchone()
-    return _Entry(*json.loads(entry))
+    return finished
 
 
 def _write_report(journal: sqlite3.Connection, home: Path, paths: Sequence[str]) -> Alignment:
@@ -363,10 +322,11 @@ def _write_report(journal: sqlite3.Connection, home: Path, paths: Sequence[str])
         table = csv.writer(text, lineterminator="\n")
         table.writerow(COLUMNS)
         for path in paths:
-            entry = _entry(journal, path)
-            table.writerows(entry.rows)
-            several = len(entry.rows) > 1
-            count.update({entry.status: 1, "several": several, "faces": len(entry.outputs)})
+            query = "SELECT rows FROM aligned WHERE path = ?"
+            rows = json.loads(journal.execute(query, [os.fsencode(path)]).fetchone()[0])
+            table.writerows(rows)
+            faces = sum(bool(row[OUTPUT]) for row in rows)
+            count.update({rows[0][STATUS]: 1, "several": len(rows) > 1, "faces": faces})
     return Alignment(
         out=home,
         report=home / REPORT,

@@ -4,6 +4,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from proximetry.faces import Size
 
@@ -56,38 +57,22 @@ def warp(image: Pixels, matrix: Floats, height: int, width: int) -> Pixels:
     Bilinear, black outside the image, as OpenCV's warpAffine and scikit-image's warp. The center of
     the first pixel is (0, 0).
     """
-    # Coordinates in the image of each pixel of the result, row by row.
     inverse = 1 / complex(matrix[0, 0], matrix[1, 0])
     start = -inverse * complex(matrix[0, 2], matrix[1, 2])
-    columns, rows = np.arange(width), np.arange(height)[:, None]
-    x = ((inverse.real * columns + start.real) - inverse.imag * rows).ravel()
-    y = ((inverse.imag * columns + start.imag) + inverse.real * rows).ravel()
+    corners = start + inverse * np.array([0, width, 1j * height, width + 1j * height])
+    left, top = (max(int(sides.min()) - 1, 0) for sides in (corners.real, corners.imag))
+    right, bottom = (max(int(sides.max()) + 2, 0) for sides in (corners.real, corners.imag))
     # One pixel of black around the image is enough.
-    np.clip(x, -1, image.shape[1], out=x)
-    np.clip(y, -1, image.shape[0], out=y)
-    left, top = np.floor(x), np.floor(y)
-    across, down = (x - left).astype(np.float32), (y - top).astype(np.float32)
-    first, last = ((int(edge(top)), int(edge(left))) for edge in (np.min, np.max))
-    if min(first) < 0 or last[0] + 1 >= image.shape[0] or last[1] + 1 >= image.shape[1]:
-        part = image[max(first[0], 0) : last[0] + 2, max(first[1], 0) : last[1] + 2]
-        image = np.pad(part, ((1, 2), (1, 2), (0, 0)))
-        top -= max(first[0], 0) - 1
-        left -= max(first[1], 0) - 1
-    places, stride = (top * image.shape[1] + left).astype(np.intp), image.shape[1]
-    pixels = image.reshape(-1, 3)
-
-    def between(offset: int) -> npt.NDArray[np.float32]:
-        # As planes, [3, places]: NumPy then works along whole rows.
-        near: npt.NDArray[np.float32] = pixels.take(places + offset, 0).T.astype(np.float32)
-        far = pixels.take(places + offset + 1, 0).T.astype(np.float32)
-        far -= near
-        far *= across
-        near += far
-        return near
-
-    upper, lower = between(0), between(stride)
-    lower -= upper
-    lower *= down
-    upper += lower
-    upper += 0.5
-    return upper.T.astype(np.uint8, order="C").reshape(height, width, 3)
+    part = np.pad(image[top:bottom, left:right], ((1, 1), (1, 1), (0, 0))).astype(np.float32)
+    # The center of Pillow's first pixel is (0.5, 0.5).
+    origin = start - complex(left - 1, top - 1) + (0.5 + 0.5j) * (1 - inverse)
+    affine = (inverse.real, -inverse.imag, origin.real, inverse.imag, inverse.real, origin.imag)
+    planes = [  # of floats, since Pillow does not round bytes but truncates them
+        np.asarray(
+            Image.fromarray(plane).transform(
+                (width, height), Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR
+            )
+        )
+        for plane in np.moveaxis(part, 2, 0)
+    ]
+    return (np.stack(planes, 2) + 0.5).astype(np.uint8)

@@ -59,8 +59,7 @@ def open_session(file: Path, threads: int, device: "torch.device | None" = None)
 
 def reason_of(error: Exception) -> str:
     """Return the message of an onnxruntime error, without its codes and source locations."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rpartition(" : ")[2][:200] if lines else type(error).__name__
+    return " ".join(str(error).split()).rpartition(" : ")[2][:200] or type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -82,9 +81,6 @@ class Faces:
         return len(self.scores)
 
 
-NONE = Faces(*(np.empty((0, *row), np.float32) for row in ((), (4,), (5, 2))))
-
-
 class Detector:
     """SCRFD with key points.
 
@@ -101,28 +97,55 @@ class Detector:
         self.file = Path(file)
         # One session of one thread per worker is faster than a shared one.
         self._session = open_session(self.file, threads=1)
-        self._name, self._size = self._check_input()
-        self._positions, self.batched = self._check_outputs()
+        inputs = self._session.get_inputs()
+        shape = list(inputs[0].shape) if len(inputs) == 1 else []
+        sides = [side if isinstance(side, int) else 0 for side in shape[2:]]  # 0: any
+        valid = len(shape) == 4 and shape[1] == 3 and inputs[0].type == "tensor(float)"
+        if not valid or sides.count(0) == 1 or any(side % STRIDES[-1] for side in sides):
+            raise self._error(f"it takes {described(inputs)}")
+        self._name, self._size = inputs[0].name, tuple(sides) if all(sides) else None
+        height, width = self._size or (2 * STRIDES[-1], 2 * STRIDES[-1])
+        try:
+            outputs = self._session.run(None, {self._name: np.zeros((1, 3, height, width), "f")})
+            shapes = {output.shape[-2:]: position for position, output in enumerate(outputs)}
+        except Exception as error:  # of onnxruntime, or an output that is not an array
+            raise self._error(f"it fails on an image: {reason_of(error)}") from error
+        self.batched = not isinstance(shape[0], int) and all(o.ndim == 3 for o in outputs)
+        anchors = [ANCHORS * (height // s) * (width // s) for s in STRIDES]
+        # The positions of scores, boxes and points of each stride among the outputs.
+        self._positions = [[shapes.get((count, row), -1) for row in ROWS] for count in anchors]
+        scores, boxes, points = zip(*self._positions, strict=True)
+        if min(*scores, *boxes) < 0:
+            raise self._error(f"it returns {described(self._session.get_outputs())}")
+        if min(points) < 0:
+            raise self._error("it returns no points; models with points have 'kps' in the name")
+
+    def _error(self, reason: str) -> UsageError:
+        return UsageError(
+            f"{self.file} is not an SCRFD face detector with key points: {reason}. Expected a "
+            "float image [N, 3, H, W], and a score, a box and five points for each of two anchors "
+            "at strides 8, 16 and 32."
+        )
 
     def __call__(self, images: Sequence[Pixels]) -> list[Faces]:
         """Detect the faces in RGB images [height, width, 3]; thread-safe."""
-        results = [NONE] * len(images)
+        results = [np.empty((0, sum(ROWS)), np.float32)] * len(images)
         shrink, rows = 1, list(range(len(images)))
         while rows:
             more = self._detect([images[row] for row in rows], shrink)
             for row, faces in zip(rows, more, strict=True):
-                results[row] = _select([results[row], faces]) if len(results[row]) else faces
+                results[row] = _select(np.concatenate([results[row], faces]))
             shrink *= 2
             rows = [row for row in rows if self._retry(images[row], results[row], shrink)]
-        return results
+        return [Faces(one[:, 0], one[:, 1:5], one[:, 5:].reshape(-1, 5, 2)) for one in results]
 
-    def _retry(self, image: Pixels, faces: Faces, shrink: int) -> bool:
+    def _retry(self, image: Pixels, faces: Floats, shrink: int) -> bool:
         """Whether a large face may have been missed, and a smaller image is possible."""
         longest: int = max(image.shape[:2])
-        largest = float((faces.boxes[:, 2:] - faces.boxes[:, :2]).max(initial=0))
+        largest = float((faces[:, 3:5] - faces[:, 1:3]).max(initial=0))
         return largest < longest / 4 and self._scale(image) * longest / shrink >= SMALLEST
 
-    def _detect(self, images: Sequence[Pixels], shrink: int) -> list[Faces]:
+    def _detect(self, images: Sequence[Pixels], shrink: int) -> list[Floats]:
         """Detect faces in images that are scaled down to fit, and then divided by `shrink`."""
         fitted = [_scale_down(image, self._scale(image) / shrink) for image in images]
         step = STRIDES[-1]
@@ -130,7 +153,7 @@ class Detector:
             self._size or tuple(-(-side // step) * step for side in small.shape[:2])
             for small in fitted
         ]
-        results: list[Faces] = []
+        results: list[Floats] = []
         # Consecutive images of one size share a batch.
         for size, group in itertools.groupby(range(len(images)), key=sizes.__getitem__):
             rows = list(group)
@@ -139,9 +162,9 @@ class Detector:
                 for index, row in enumerate(rows[part]):
                     faces = decode([[o[index] for o in kinds] for kinds in outputs], size[1])
                     small, large = fitted[row].shape, images[row].shape
-                    scale = np.array([large[1] / small[1], large[0] / small[0]], np.float32)
-                    boxes, points = faces.boxes * np.tile(scale, 2), faces.points * scale
-                    results.append(Faces(faces.scores, boxes, points))
+                    faces[:, 1::2] *= np.float32(large[1] / small[1])
+                    faces[:, 2::2] *= np.float32(large[0] / small[0])
+                    results.append(faces)
         return results
 
     def run(self, inputs: Floats) -> list[list[Floats]]:
@@ -158,83 +181,39 @@ class Detector:
         scale: float = min(1.0, height / image.shape[0], width / image.shape[1])
         return scale
 
-    def _check_input(self) -> tuple[str, tuple[int, int] | None]:
-        """Return the name and the size of the input, None if it may have any size."""
-        inputs = self._session.get_inputs()
-        shape = list(inputs[0].shape) if len(inputs) == 1 else []
-        if len(shape) == 4 and shape[1] == 3 and inputs[0].type == "tensor(float)":
-            height, width = (side if isinstance(side, int) else 0 for side in shape[2:])
-            if height == width == 0:
-                return inputs[0].name, None
-            if height and width and height % STRIDES[-1] == width % STRIDES[-1] == 0:
-                return inputs[0].name, (height, width)
-        raise self._error(f"it takes {_described(inputs)}")
 
-    def _check_outputs(self) -> tuple[list[list[int]], bool]:
-        """Return the positions of the outputs, and whether several images may be in a batch."""
-        height, width = self._size or (2 * STRIDES[-1], 2 * STRIDES[-1])
-        try:
-            outputs = self._session.run(None, {self._name: np.zeros((1, 3, height, width), "f")})
-            shapes = {output.shape[-2:]: position for position, output in enumerate(outputs)}
-        except Exception as error:  # of onnxruntime, or an output that is not an array
-            raise self._error(f"it fails on an image: {reason_of(error)}") from error
-        anchors = [ANCHORS * (height // s) * (width // s) for s in STRIDES]
-        positions = [[shapes.get((count, row), -1) for row in ROWS] for count in anchors]
-        scores, boxes, points = zip(*positions, strict=True)
-        if min(*scores, *boxes) < 0:
-            raise self._error(f"it returns {_described(self._session.get_outputs())}")
-        if min(points) < 0:
-            raise self._error("it returns no points; models with points have 'kps' in the name")
-        one = isinstance(self._session.get_inputs()[0].shape[0], int)
-        return positions, not one and all(output.ndim == 3 for output in outputs)
+def decode(outputs: Sequence[Sequence[Floats]], width: int) -> Floats:
+    """Return score, box and points of the faces in one image, [n, 15].
 
-    def _error(self, reason: str) -> UsageError:
-        return UsageError(
-            f"{self.file} is not an SCRFD face detector with key points: {reason}. Expected a "
-            "float image [N, 3, H, W], and a score, a box and five points for each of two anchors "
-            "at strides 8, 16 and 32."
-        )
-
-
-def decode(outputs: Sequence[Sequence[Floats]], width: int) -> Faces:
-    """Decode the outputs for one image: scores, boxes and points of each stride.
-
-    Box and points are distances from the anchor, in strides: outward to the four sides, and along
-    x and y.
+    `outputs` are the scores, boxes and points of each stride. Boxes and points are distances from
+    the anchor, in strides: outward to the four sides, and along x and y.
     """
-    parts = [NONE]
+    parts = []
     for stride, (scores, boxes, points) in zip(STRIDES, outputs, strict=True):
         chosen = np.flatnonzero(scores[:, 0] >= SCORE)
-        if not len(chosen):  # as at most strides of most images
-            continue
         row, column = np.divmod(chosen // ANCHORS, width // stride)
         center = np.stack([column, row], 1).astype(np.float32) * stride
-        sides = boxes[chosen] * stride
-        box = np.concatenate([center - sides[:, :2], center + sides[:, 2:]], 1)
-        point = center[:, None] + points[chosen].reshape(-1, 5, 2) * stride
-        parts.append(Faces(scores[chosen, 0], box, point))
-    return _select(parts)
+        low, high = boxes[chosen, :2] * stride, boxes[chosen, 2:] * stride
+        five = np.tile(center, 5) + points[chosen] * stride
+        parts.append(np.concatenate([scores[chosen], center - low, center + high, five], 1))
+    return _select(np.concatenate(parts))
 
 
-def _select(parts: Sequence[Faces]) -> Faces:
+def _select(faces: Floats) -> Floats:
     """Sort faces by score; drop non-finite ones, and overlapping ones (non-maximum suppression)."""
-    scores = np.concatenate([part.scores for part in parts])
-    boxes = np.concatenate([part.boxes for part in parts])
-    points = np.concatenate([part.points for part in parts])
-    order = np.argsort(-scores, kind="stable")
-    order = order[np.isfinite(boxes).all(1)[order] & np.isfinite(points).all((1, 2))[order]]
-    low, high = boxes[order, :2], boxes[order, 2:]
+    faces = faces[np.isfinite(faces).all(1)]
+    faces = faces[np.argsort(-faces[:, 0], kind="stable")]
+    low, high = faces[:, 1:3], faces[:, 3:5]
     areas = np.prod(np.maximum(high - low, 0), 1)
-    free = np.ones(len(order), bool)
+    free = np.ones(len(faces), bool)
     selected = []
-    for row in range(len(order)):
+    for row in range(len(faces)):
         if free[row]:
             selected.append(row)
             inner = np.minimum(high, high[row]) - np.maximum(low, low[row])
             shared = np.prod(np.maximum(inner, 0), 1)
             free &= shared <= OVERLAP * (areas + areas[row] - shared)
-    order = order[selected]
-    return Faces(scores[order], boxes[order], points[order])
+    return faces[selected]
 
 
 def find_detector() -> tuple[Path, str]:
@@ -270,6 +249,7 @@ def _inputs(images: Sequence[Pixels], size: tuple[int, ...]) -> Floats:
     return inputs
 
 
-def _described(values: Sequence[Any]) -> str:
+def described(values: Sequence[Any]) -> str:
+    """Describe the inputs or outputs of a network: names, shapes and types."""
     shapes = (f"{v.name} [{', '.join(map(str, v.shape))}] {v.type}" for v in values)
     return (", ".join(itertools.islice(shapes, 3)) or "nothing") + ", …" * (len(values) > 3)

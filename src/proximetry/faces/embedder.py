@@ -4,26 +4,38 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from proximetry._util.errors import UsageError, closest, shown
-from proximetry._util.files import read_json
+from proximetry._util.files import read_text
 from proximetry._util.machine import resolve_device
 from proximetry.data.images import ImageError, image_size
-from proximetry.faces.detector import open_session, reason_of
+from proximetry.faces.detector import described, open_session, reason_of
 from proximetry.models import Preprocessing
 
 Array = np.ndarray[Any, Any]
 
-KEYS = ("size", "channels", "range", "mean", "std", "output")
 _SIDE = 112
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+
+
+class _Contract(BaseModel):
+    """The input of an ONNX file; see `open_embedder`."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    size: int | tuple[int, int] | None = None
+    channels: Literal["RGB", "BGR"] = "RGB"
+    range: tuple[float, float] = (0, 255)
+    mean: float | tuple[float, float, float] | None = None
+    std: float | tuple[float, float, float] | None = None
+    output: str | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +50,6 @@ class FaceEmbedder:
         device: device of the pixels.
         flip_tta: whether a vector already describes both the image and its mirror image.
         onnx: whether it is an ONNX file.
-        blame: explains vectors that are not finite.
     """
 
     source: str
@@ -48,7 +59,6 @@ class FaceEmbedder:
     device: torch.device
     flip_tta: bool = False
     onnx: bool = False
-    blame: Callable[[], str] = lambda: "its weights may be damaged, or its input settings wrong"
 
     @property
     def views(self) -> str:
@@ -93,37 +103,24 @@ def open_embedder(
     if contract is not None:
         raise UsageError(f"--input describes an ONNX file, and {source} is not one")
     # With timm, whose import takes seconds.
-    from proximetry.models.embedder import why_not_finite
     from proximetry.models.hub import load_embedder
 
     model = load_embedder(path, device)
-    return FaceEmbedder(
-        str(source),
-        model.dim,
-        model.preprocessing,
-        model.embed,
-        device,
-        model.architecture.flip_tta,
-        blame=lambda: why_not_finite(model),
-    )
+    flip_tta = model.architecture.flip_tta
+    return FaceEmbedder(str(source), model.dim, model.preprocessing, model.embed, device, flip_tta)
 
 
 def _open_onnx(path: Path, contract: str | None, device: torch.device) -> FaceEmbedder:
     session = open_session(path, torch.get_num_threads(), device)
     inputs, outputs = session.get_inputs(), [value.name for value in session.get_outputs()]
-    described = ", ".join(f"{value.name} {value.shape} {value.type}" for value in inputs)
     name, shape, kind = inputs[0].name, inputs[0].shape, inputs[0].type
-    if (
-        len(inputs) != 1
-        or len(shape) != 4
-        or (isinstance(shape[1], int) and shape[1] != 3)
-        or kind not in _TYPES
-    ):
+    one_image = len(inputs) == 1 and len(shape) == 4 and kind in _TYPES
+    if not one_image or (isinstance(shape[1], int) and shape[1] != 3):
         raise UsageError(
-            f"{path} takes {described}. Expected float images [batch, 3, height, width]"
+            f"{path} takes {described(inputs)}. Expected float images [batch, 3, height, width]"
         )
-    settings, place = _read_contract(path, contract)
-    output = settings.pop("output", outputs[0] if len(outputs) == 1 else None)
+    description, place = _read_contract(path, contract)
+    output = description.output or (outputs[0] if len(outputs) == 1 else None)
     if output not in outputs:
         raise UsageError(
             f"{path} has the outputs {', '.join(outputs)}, not {output}. Name the embedding: "
@@ -131,21 +128,17 @@ def _open_onnx(path: Path, contract: str | None, device: torch.device) -> FaceEm
         )
     metadata = session.get_modelmeta().custom_metadata_map
     flip_tta = False
-    if not settings and metadata.get("proximetry") == "embedder":
-        preprocessing, flip_tta = _exported(path, metadata)
+    if description.model_fields_set <= {"output"} and metadata.get("proximetry") == "embedder":
+        preprocessing, flip_tta = _exported(metadata)
     else:
-        preprocessing = _preprocessing(settings, place, shape[2:])
-    crop = preprocessing.crop
-    if any(isinstance(a, int) and a != b for a, b in zip(shape[2:], crop, strict=True)):
-        raise UsageError(
-            f"{path} takes {shape[2]}×{shape[3]} pixels (height×width), not {crop[0]}×{crop[1]} as "
-            f"in {place}"
-        )
+        preprocessing = _preprocessing(description, place, shape[2:])
 
     def run(pixels: Array) -> Array:
         return np.asarray(session.run([output], {name: pixels.astype(_TYPES[kind])})[0])
 
-    batch, dim = _probe(path, run, crop, shape[0] if isinstance(shape[0], int) else None)
+    batch, dim = _probe(
+        path, run, preprocessing.crop, shape[0] if isinstance(shape[0], int) else None
+    )
 
     def embed(pixels: Tensor) -> Tensor:
         values = preprocessing.normalize(pixels).numpy(force=True)
@@ -161,73 +154,55 @@ def _open_onnx(path: Path, contract: str | None, device: torch.device) -> FaceEm
     return FaceEmbedder(str(path), dim, preprocessing, embed, device, flip_tta, onnx=True)
 
 
-def _read_contract(path: Path, contract: str | None) -> tuple[dict[str, Any], str]:
+def _read_contract(path: Path, contract: str | None) -> tuple[_Contract, str]:
     """Return the description of the input of an ONNX file, and where it is."""
     beside = path.with_suffix(".json")
     if contract is None and not beside.is_file():
-        return {}, "the default"
-    inline = contract is not None and contract.lstrip().startswith("{")
-    file = beside if contract is None else Path(contract)
-    place = "--input" if inline else str(file)
+        return _Contract(), "the default"
+    place, text = "--input", contract or ""
+    if not text.lstrip().startswith("{"):
+        place, text = str(contract or beside), read_text(Path(contract or beside), limit=2**20)
     try:
-        settings = json.loads(contract or "") if inline else read_json(file, limit=2**20)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--input is not JSON: {error}" if inline else str(error)) from error
-    if not isinstance(settings, dict):
-        raise UsageError(
-            f'{place} must be an object such as {{"size": 112}}, got {shown(settings)}'
+        return _Contract.model_validate_json(text, strict=True), place
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = "".join(map(str, first["loc"][:1]))
+        reason = (
+            f"{key} {first['msg'].replace('Input should', 'must')}, got {shown(first['input'])}"
         )
-    for key in settings:
-        if key not in KEYS:
-            raise UsageError(f"{place}: unknown key {key!r}{closest(key, KEYS)}")
-    return settings, place
+        if first["type"] == "extra_forbidden":
+            reason = f"unknown key {key!r}{closest(key, _Contract.model_fields)}"
+        raise UsageError(f"{place}: {reason.strip()}") from error
 
 
-def _preprocessing(settings: Mapping[str, Any], place: str, shape: Sequence[Any]) -> Preprocessing:
-    def numbers(key: str, default: Any, count: int, expected: str) -> list[Any]:
-        value = settings.get(key, default)
-        values = value if isinstance(value, list) else [value] * count
-        valid = all(type(v) in (int, float) and isfinite(v) for v in values)
-        if len(values) != count or not valid:
-            raise UsageError(f"{place}: {key} must be {expected}, got {value!r}")
-        return values
-
-    sides = [side if isinstance(side, int) else _SIDE for side in shape]
-    size = numbers("size", sides, 2, "a side or [height, width]")
-    low, high = numbers("range", [0, 255], 2, "[low, high]")
+def _preprocessing(contract: _Contract, place: str, shape: Sequence[Any]) -> Preprocessing:
+    low, high = contract.range
     if low >= high:
         raise UsageError(f"{place}: range must be [low, high], got {[low, high]}")
-    mean = numbers("mean", (low + high) / 2, 3, "a number or three")
-    std = numbers("std", (high - low) / 2, 3, "a number or three")
+    free = [side if isinstance(side, int) else _SIDE for side in shape]
+    crop = np.broadcast_to(free if contract.size is None else contract.size, 2).tolist()
+    mean = (low + high) / 2 if contract.mean is None else contract.mean
+    std = (high - low) / 2 if contract.std is None else contract.std
     try:
         return Preprocessing(
-            resize=min(size),
-            crop=tuple(size),
-            mean=tuple(value - low for value in mean),
-            std=tuple(std),
+            resize=min(crop),
+            crop=tuple(crop),
+            mean=tuple((np.broadcast_to(mean, 3) - low).tolist()),
+            std=tuple(np.broadcast_to(std, 3).tolist()),
             scale=(high - low) / 255,
-            channels=settings.get("channels", "RGB"),
+            channels=contract.channels,
             interpolation="bilinear",
         )
     except ValueError as error:
         raise UsageError(f"{place}: {error}") from error
 
 
-def _exported(path: Path, metadata: Mapping[str, str]) -> tuple[Preprocessing, bool]:
+def _exported(metadata: Mapping[str, str]) -> tuple[Preprocessing, bool]:
     """Read the metadata of `proximetry export`: normalization is part of the graph."""
-    try:
-        before = json.loads(metadata["preprocessing"])
-        preprocessing = Preprocessing(
-            resize=before["resize"],
-            crop=tuple(before["crop"]),
-            interpolation=before["interpolation"],
-            mean=(0.0,) * 3,
-            std=(1.0,) * 3,
-            scale=1.0,
-        )
-        return preprocessing, bool(json.loads(metadata["architecture"])["flip_tta"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: its metadata does not describe its input") from error
+    before = json.loads(metadata["preprocessing"])
+    kept = {key: before[key] for key in ("resize", "crop", "interpolation")}
+    preprocessing = Preprocessing(**kept, mean=(0.0,) * 3, std=(1.0,) * 3, scale=1.0)
+    return preprocessing, bool(json.loads(metadata["architecture"])["flip_tta"])
 
 
 def _probe(

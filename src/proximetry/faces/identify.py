@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias, Unpack
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,13 @@ from torch import Tensor
 from proximetry._util.charts import line_chart, step_points
 from proximetry._util.errors import UsageError, some, spaced
 from proximetry._util.files import atomic_write
+from proximetry._util.types import Progress
 from proximetry.data import open_dataset
 from proximetry.data.folders import images_below
 from proximetry.data.vectors import load_arrays
+from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
-from proximetry.faces.vectors import FaceVectors, Options, describe_rates, with_notes
+from proximetry.faces.vectors import FaceVectors, describe_rates, with_notes
 from proximetry.metrics import Identification, identify
 
 Vectors: TypeAlias = npt.NDArray[Any]
@@ -105,10 +107,7 @@ def _read_distractors(path: Path, probes: Path) -> "Sequence[str] | Vectors":
         return files
     if path.suffix not in (".npy", ".npz"):
         raise UsageError(f"--distractors {path}: expected a folder of images, .npy or .npz")
-    try:
-        vectors: Vectors = load_arrays(path)["vectors"]
-    except UsageError as error:
-        raise ValueError(f"--distractors: {error}") from error
+    vectors: Vectors = load_arrays(path)["vectors"]
     if vectors.ndim != 2 or vectors.dtype.kind != "f" or not vectors.size:
         raise ValueError(
             f"--distractors {path} has shape {list(vectors.shape)}, {vectors.dtype}. Expected "
@@ -169,27 +168,32 @@ class PeopleIdentification:
 
 
 def identify_people(
-    embedder: FaceEmbedder, people: ProbeSet, **options: Unpack[Options]
+    embedder: FaceEmbedder,
+    people: ProbeSet,
+    *,
+    batch_size: int = 64,
+    bad_images: BadImages = "error",
+    progress: Progress | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> PeopleIdentification:
-    """Identify people among distractors, as MegaFace does.
+    """Identify people among distractors, as MegaFace does; options as in `verify_pairs`.
 
     Each image of a person is a probe for each other image of that person among all distractors, by
     the cosine of the vectors of image and mirror image, or of the image only if the distractors are
     such vectors. Distractors are streamed: images as they are embedded, vectors from their file.
     """
-    distractors = people.distractors
-    flip = True
+    distractors, views, concat_flip = people.distractors, embedder.views, not embedder.flip_tta
     if isinstance(distractors, np.ndarray):
-        width, both = int(distractors.shape[1]), FaceVectors(embedder).width
+        width, both = distractors.shape[1], embedder.dim * (2 if concat_flip else 1)
         if width not in (both, embedder.dim):
             raise UsageError(
                 f"--distractors {people.source} has vectors of {width} dimensions, and "
                 f"{embedder.source} returns {embedder.dim}, or {both} with the mirror image. Embed "
                 "the distractors with the same embedder."
             )
-        flip = width == both
-    faces = FaceVectors(embedder, flip=flip, **options)
-    progress, group = faces.progress, faces.group
+        if width != both:
+            views, concat_flip = "the image alone, as the distractors are", False
+    faces = FaceVectors(embedder, concat_flip, batch_size, bad_images, group)
     total = len(people.files) + len(distractors)
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
@@ -224,7 +228,7 @@ def identify_people(
         len({people.labels[row] for row in rows}),
         people.source,
         embedder,
-        embedder.views if flip else "the image alone, as the distractors are",
+        views,
         tuple(f"{file}: {reason}" for file, reason in sorted(faces.unreadable.items())),
         tuple(notes),
     )

@@ -14,9 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-import numpy as np
-import numpy.typing as npt
-
 from proximetry._util.errors import UsageError, some
 from proximetry._util.files import read_text
 from proximetry.data.datasets.readers import people_folder
@@ -56,11 +53,6 @@ class PairProtocol:
     pairs: tuple[Pair, ...]
     templates: Mapping[str, tuple[str, ...]]
     skipped: tuple[str, ...] = ()
-
-    @property
-    def same(self) -> npt.NDArray[np.bool_]:
-        """Whether each pair shows the same person."""
-        return np.array([pair.same for pair in self.pairs])
 
     @property
     def folds(self) -> list[str]:
@@ -141,10 +133,10 @@ def read_protocol(
             for line, (a, b), same, fold in zip(*columns, strict=True)
         )
     else:
-        pairs = tuple(_rows(source, text, kind))
+        pairs = tuple(_read_rows(source, text, kind))
     names = dict.fromkeys(name for pair in pairs for name in (pair.first, pair.second))
     templates, missing = _find_images(root, names)
-    if not templates and around != root:
+    if not templates:
         root = around
         templates, missing = _find_images(root, names)
     if missing and bad_images == "error":
@@ -181,25 +173,33 @@ def _recognize(source: Path, text: str) -> Format:
     )
 
 
-def _rows(source: Path, text: str, kind: Format) -> list[Pair]:
+def _read_rows(source: Path, text: str, kind: Format) -> list[Pair]:
     """Read YTF's list or CSV; the first line may be a header."""
+    columns = "split,pair,image,image,same" if kind == "YTF" else "image,image,same[,fold]"
     pairs: list[Pair] = []
     reader = csv.reader(text.splitlines(), strict=True, skipinitialspace=True)
     try:
         for row in reader:
             fields = [field.strip() for field in row]
-            named = fields[:1] if kind == "YTF" else fields[2:3]
-            header = named == ["split number"] or [name.lower() for name in named] == ["same"]
-            if any(fields) and (pairs or not header):
-                pair = _pair(source, reader.line_num, kind, fields)
-                if pairs and bool(pair.fold) != bool(pairs[0].fold):
-                    raise ValueError(
-                        f"{source}, line {pair.line}: expected a fold in every line or in none, "
-                        f"got {','.join(fields)!r}"
-                    )
-                pairs.append(pair)
-    except csv.Error as error:
-        raise ValueError(f"{source}, line {reader.line_num}: not CSV: {error}") from error
+            header = {"split number", "same"} & {field.lower() for field in fields}
+            if not any(fields) or (header and not pairs):
+                continue
+            line = ",".join(fields)
+            if kind == "YTF" and len(fields) in (5, 6) and fields[0].isdecimal():
+                # The corrected list appends the corrected value.
+                fields = [fields[2], fields[3], fields[-1], fields[0]]
+            elif kind == "YTF" or len(fields) not in (3, 4):
+                raise ValueError(f"expected {columns}, got {line!r}")
+            first, second, same, fold = (*fields, "")[:4]
+            if not first or not second or first == second:
+                raise ValueError(f"expected two images: {first!r}, {second!r}")
+            if same.lower() not in _SAME:
+                raise ValueError(f"same is {same!r}. Use one of {', '.join(_SAME)}.")
+            if pairs and bool(fold) != bool(pairs[0].fold):
+                raise ValueError(f"expected a fold in every line or in none, got {line!r}")
+            pairs.append(Pair(reader.line_num, first, second, _SAME[same.lower()], fold))
+    except (csv.Error, ValueError) as error:
+        raise ValueError(f"{source}, line {reader.line_num}: {error}") from error
     if not pairs:
         raise ValueError(f"{source} has no pairs")
     if pairs[0].fold:
@@ -212,26 +212,6 @@ def _rows(source: Path, text: str, kind: Format) -> list[Pair]:
         pairs[i] = pair._replace(fold=str(1 + seen[pair.same] % count))
         seen[pair.same] += 1
     return pairs
-
-
-def _pair(source: Path, line: int, kind: Format, fields: list[str]) -> Pair:
-    """Return the pair of a line.
-
-    YTF's fields are split, pair number, two videos, same; the corrected list appends the corrected
-    value.
-    """
-    if kind == "YTF" and len(fields) in (5, 6) and fields[0].isdecimal():
-        first, second, same, fold = fields[2], fields[3], fields[-1], fields[0]
-    elif kind == "CSV" and len(fields) in (3, 4):
-        first, second, same, fold = (*fields, "")[:4]
-    else:
-        columns = "split,pair,image,image,same" if kind == "YTF" else "image,image,same[,fold]"
-        raise ValueError(f"{source}, line {line}: expected {columns}, got {','.join(fields)!r}")
-    if not first or not second or first == second:
-        raise ValueError(f"{source}, line {line}: expected two images: {first!r}, {second!r}")
-    if same.lower() not in _SAME:
-        raise ValueError(f"{source}, line {line}: same is {same!r}. Use one of {', '.join(_SAME)}.")
-    return Pair(line, first, second, _SAME[same.lower()], fold)
 
 
 def _find_images(
@@ -250,21 +230,19 @@ def _find_images(
     templates: dict[str, tuple[str, ...]] = {}
     missing: dict[str, str] = {}
     for name in names:
-        path = root / name
-        if path.is_file():
-            templates[name] = (str(path),)
-        elif path.is_dir():
-            frames = tuple(str(path / frame) for frame in images_below(path)[0])
-            if frames:
-                templates[name] = frames
-            else:
-                missing[name] = f"the video {name} has no frames"
-        else:
+        path, problem = root / name, f"there is no image {name}"
+        folder, files = path.parent, [path.name]
+        if path.is_dir():
+            folder, files = path, images_below(path)[0]
+            problem = f"the video {name} has no frames"
+        elif not path.is_file():
             stem = path.stem if path.suffix.lower() in EXTENSIONS else path.name
-            files = stems(path.parent).get(stem, [])
-            if len(files) == 1:
-                templates[name] = (str(path.parent / files[0]),)
-            else:
-                several = f"{name} is ambiguous: {' and '.join(files)}"
-                missing[name] = several if files else f"there is no image {name}"
+            files = stems(folder).get(stem, [])
+            if len(files) > 1:
+                problem = f"{name} is ambiguous: {' and '.join(files)}"
+                files = []
+        if files:
+            templates[name] = tuple(str(folder / file) for file in files)
+        else:
+            missing[name] = problem
     return templates, missing

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -16,20 +15,6 @@ from proximetry.metrics import Identification, Verification
 from proximetry.metrics._search.inputs import normalize
 from proximetry.metrics.distributed import gather_objects, together
 from proximetry.models.encoding import embed_images
-
-
-class Options(TypedDict, total=False):
-    """Options of `verify_pairs` and `identify_people`.
-
-    ``batch_size`` is the number of images per forward pass, 64 by default; ``bad_images`` whether
-    unreadable images raise or are skipped; ``progress`` is called with (done, total). The
-    processes of a ``group`` share the images and return the same result.
-    """
-
-    batch_size: int
-    bad_images: BadImages
-    progress: Progress | None
-    group: dist.ProcessGroup | None
 
 
 def describe_rates(result: Verification | Identification, missing: str) -> str:
@@ -49,31 +34,30 @@ def with_notes(lines: list[str], skipped: Sequence[str], what: str, notes: Seque
 class FaceVectors:
     """Embed images in batches, shared among the processes of a group.
 
-    ``unreadable`` collects images that could not be read, with the reason, if they are skipped.
+    ``concat_flip`` appends the vector of the mirror image. ``unreadable`` collects images that
+    could not be read, with the reason, if they are skipped.
     """
 
     embedder: FaceEmbedder
-    batch_size: int = 64
-    flip: bool = True
-    bad_images: BadImages = "error"
-    progress: Progress | None = None
-    group: dist.ProcessGroup | None = None
+    concat_flip: bool
+    batch_size: int
+    bad_images: BadImages
+    group: dist.ProcessGroup | None
     unreadable: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
-        self.concat_flip = self.flip and not self.embedder.flip_tta
-        self.width = self.embedder.dim * (2 if self.concat_flip else 1)
 
     def pooled(
-        self, files: Sequence[str], owners: Sequence[int], progress: Progress | None = None
+        self, files: Sequence[str], owners: Sequence[int], progress: Progress | None
     ) -> Tensor:
-        """Return the sum of the unit vectors of each owner's images, [owners, width], float64.
+        """Return the sum of the unit vectors of each owner's images, [owners, …], float64.
 
         Each process embeds its share and returns the total. Unreadable images add nothing.
         """
-        sums = torch.zeros(1 + max(owners), self.width, dtype=torch.float64)
+        width = self.embedder.dim * (2 if self.concat_flip else 1)
+        sums = torch.zeros(1 + max(owners), width, dtype=torch.float64)
         owner = torch.tensor(owners)
 
         def add() -> None:
@@ -123,7 +107,7 @@ class FaceVectors:
             batch_size=self.batch_size,
             concat_flip=self.concat_flip,
             on_error=skip,
-            blame=self.embedder.blame,
+            blame=lambda: "its weights may be damaged, or its input settings wrong",
         ):
             yield [mine[index] for index in indices], vectors
             done += len(indices)

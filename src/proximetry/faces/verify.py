@@ -3,15 +3,18 @@
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from proximetry._util.charts import line_chart, step_points
 from proximetry._util.files import atomic_write
+from proximetry._util.types import Progress
+from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
 from proximetry.faces.pairs import PairProtocol
-from proximetry.faces.vectors import FaceVectors, Options, describe_rates, with_notes
+from proximetry.faces.vectors import FaceVectors, describe_rates, with_notes
 from proximetry.metrics import Verification, pair_similarities, verify
 
 
@@ -73,27 +76,42 @@ class PairVerification:
 
 
 def verify_pairs(
-    embedder: FaceEmbedder, protocol: PairProtocol, **options: Unpack[Options]
+    embedder: FaceEmbedder,
+    protocol: PairProtocol,
+    *,
+    batch_size: int = 64,
+    bad_images: BadImages = "error",
+    progress: Progress | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> PairVerification:
     """Verify the pairs of a protocol by the cosine of the vectors of image and mirror image.
 
     A video is the mean of the unit vectors of its frames. `metrics.verify` chooses each fold's
     threshold on the other folds. TAR is reported at every power of ten that the number of different
     pairs allows.
+
+    Args:
+        embedder: maps pixels to vectors.
+        protocol: the pairs.
+        batch_size: images per forward pass.
+        bad_images: whether unreadable images raise, or their pairs are skipped.
+        progress: called with (images done, images in total).
+        group: processes that share the images and return the same result.
     """
-    vectors = FaceVectors(embedder, **options)
+    vectors = FaceVectors(embedder, not embedder.flip_tta, batch_size, bad_images, group)
     templates = protocol.templates
     files = [file for images in templates.values() for file in images]
     owners = [owner for owner, images in enumerate(templates.values()) for _ in images]
     notes = embedder.size_notes(files[0])
-    pooled = vectors.pooled(files, owners, vectors.progress)
+    pooled = vectors.pooled(files, owners, progress)
     readable = protocol.without(vectors.unreadable)
     row = {name: index for index, name in enumerate(templates)}
     fold = {name: index for index, name in enumerate(readable.fold_names)}
-    different = int((~readable.same).sum())
+    same = np.array([pair.same for pair in readable.pairs])
+    different = int((~same).sum())
     result = verify(
         pair_similarities(pooled, [[row[pair.first], row[pair.second]] for pair in readable.pairs]),
-        readable.same,
+        same,
         folds=[fold[name] for name in readable.folds],
         far=[10.0**-k for k in range(1, max(2, len(str(different))))],
     )

@@ -56,8 +56,7 @@ class RunEvaluation:
         evaluation: every score of every query.
         scores: their means.
         neighbors: the nearest images of each query.
-        queries: rows of the catalog.
-        gallery: rows of the catalog.
+        queries, gallery: rows of the catalog.
         agrees: whether the figures are those of the selected epoch in the run's results.
         notes: warnings about the images and the figures.
         unreadable: image files for which a page has no thumbnail.
@@ -96,10 +95,14 @@ class RunEvaluation:
         """
         sign = 1 if best else -1
         scores, similarities = self.evaluation.scores[self.ranking], self.neighbors.similarities
+        order = np.lexsort((sign * similarities[:, 0], -sign * scores))
+        return self.one_per_class(order[self.evaluation.scored[order]], count)
+
+    def one_per_class(self, queries: Rows, count: int) -> list[int]:
+        """Return the first query of each class."""
         first: dict[int, int] = {}
-        for query in np.lexsort((sign * similarities[:, 0], -sign * scores)):
-            if self.evaluation.scored[query]:
-                first.setdefault(int(self.evaluation.query_codes[query]), int(query))
+        for query in queries:
+            first.setdefault(int(self.evaluation.query_codes[query]), int(query))
         return list(first.values())[:count]
 
     def first_positive(self, query: int) -> int | None:
@@ -202,9 +205,8 @@ def evaluate_run(
     if not record.results:
         epoch = (embedder.metrics or {}).get("epoch")
         notes.append(f"the embedder is the last saved one, of epoch {epoch}")
-    every = np.ones(len(catalog), bool)
     queries, gallery = (
-        np.flatnonzero(every if role is None else role)
+        np.arange(len(catalog)) if role is None else np.flatnonzero(role)
         for role in (catalog.queries, catalog.galleries)
     )
     return RunEvaluation(

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -53,14 +53,6 @@ _TEMPLATES.filters.update({function.__name__: function for function in _FILTERS}
 def render(template: str, **values: Any) -> Markup:
     """Fill in a template."""
     return Markup(_TEMPLATES.get_template(template).render(values))
-
-
-def table(
-    caption: str, head: Iterable[object], rows: Iterable[Sequence[object]], css: str = "numbers"
-) -> Markup:
-    """Return a table that scrolls if it is too wide; the first cell of a row is its header."""
-    macros: Any = _TEMPLATES.get_template("macros.html").module
-    return Markup(macros.table_of(caption, head, rows, css))
 
 
 class Section(NamedTuple):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from proximetry._util.errors import some
-from proximetry._util.machine import preserve_rng_state
 from proximetry._util.tensors import l2_normalize
 from proximetry.data import Catalog
-from proximetry.losses.proxies import Proxies
-from proximetry.metrics import distinct_proxies, separability
 from proximetry.models import Embedder
 from proximetry.reports.record import RunRecord
 from proximetry.training.checkpoint import read_part
@@ -33,18 +30,12 @@ class RunProxies:
         epoch: of the checkpoint.
         names: of the classes.
         weight: the proxies, [classes, K, dimensions].
-        nearest: of each class, the cosine with the nearest proxy of another class.
-        angles: separability and angles, as in results.json.
-        distinct: how many of the K proxies of each class are different.
         is_selected: whether the epoch is the selected one.
     """
 
     epoch: int
     names: list[str]
     weight: Tensor
-    nearest: npt.NDArray[Any]
-    angles: dict[str, float]
-    distinct: npt.NDArray[np.int64]
     is_selected: bool
 
     @property
@@ -61,33 +52,25 @@ def read_proxies(record: RunRecord) -> RunProxies | None:
     Raises:
         ValueError: if they cannot be read.
     """
-    selected = record.selected.get("epoch")
-    problems, candidates = [], []
+    problems, candidates = list[str](), list[RunProxies]()
     for path in record.folder.checkpoints():
         try:
             state, tensors = read_part(path, "loss.proxies")
             epoch = int(state["state"]["epoch"])
             if "weight" not in tensors:
                 return None  # a custom loss
-            with preserve_rng_state():
-                proxies = Proxies(1, 1)
-            proxies.weight = nn.Parameter(tensors["weight"].float(), requires_grad=False)
-            proxies.names_utf8 = tensors["names_utf8"]
-            candidates.append((epoch == selected, epoch, path, proxies))
+            weight = tensors["weight"].float()
+            if len(weight) < 2 or not bool(torch.isfinite(weight).all()):
+                raise ValueError(f"the proxies in {path} are of one class, or not finite")
+            text = bytes(tensors["names_utf8"].tolist()).decode(errors="surrogateescape")
+            names = json.loads(text) if text else [str(number) for number in range(len(weight))]
+            is_selected = epoch == record.selected.get("epoch")
+            candidates.append(RunProxies(epoch, names, weight, is_selected))
         except (ValueError, LookupError, TypeError) as error:
             problems.append(str(error))
-        if candidates and candidates[-1][0]:
-            break
     if not candidates:
         raise ValueError(some(problems, 2) or "the checkpoints of the run are gone")
-    is_selected, epoch, path, proxies = max(candidates, key=lambda one: one[:2])
-    weight = proxies.weight.detach()
-    if len(weight) < 2 or not bool(torch.isfinite(weight).all()):
-        raise ValueError(f"the proxies in {path} are of one class, or not finite")
-    separation, distinct = separability(weight), distinct_proxies(weight)
-    names = proxies.names or [str(number) for number in range(len(weight))]
-    nearest, angles = separation.per_class, separation.scores()
-    return RunProxies(epoch, names, weight, nearest, angles, distinct, is_selected)
+    return max(candidates, key=lambda one: (one.is_selected, one.epoch))
 
 
 @dataclass(frozen=True, eq=False)

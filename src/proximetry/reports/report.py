@@ -10,7 +10,7 @@ from proximetry import __version__
 from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
 from proximetry._util.types import Steps
-from proximetry.reports.comparison import comparison_sections
+from proximetry.reports.comparison import ComparedRun, comparison_sections
 from proximetry.reports.evaluation import RunEvaluation, evaluate_run
 from proximetry.reports.page import Section, page
 from proximetry.reports.proxies import measure_use, read_proxies
@@ -143,12 +143,9 @@ def comparison_page(
     names = [record.name for record in records]
     if len(set(names)) < len(names):
         names = [str(record.path) for record in records]
-    sections = comparison_sections(names, records, evaluations)
-    missing = [
-        f"{name}. {reason}"
-        for name, record in zip(names, records, strict=True)
-        for reason in record.missing
-    ]
+    runs = list(map(ComparedRun, names, records, evaluations))
+    sections = comparison_sections(runs)
+    missing = [f"{run.name}. {reason}" for run in runs for reason in run.record.missing]
     title = " and ".join(names) if len(names) == 2 else f"{names[0]} and {len(names) - 1} others"
     return page(
         f"{title}, compared",

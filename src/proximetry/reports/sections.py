@@ -6,17 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
 from proximetry._util.charts import bar_chart, in_percent, line_chart, plain
 from proximetry._util.errors import readable_seconds, spaced
 from proximetry.data import VectorCatalog
-from proximetry.metrics import map_embeddings
+from proximetry.metrics import Interval, distinct_proxies, map_embeddings, separability
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.metrics.proxy_separability import SAME_DIRECTION
 from proximetry.metrics.scores import COUNTS
 from proximetry.reports.evaluation import MAPPED, RunEvaluation
-from proximetry.reports.page import Section, interval, percent, section, short, table
+from proximetry.reports.page import Section, interval, percent, section, short
 from proximetry.reports.proxies import ProxyUse, RunProxies
 from proximetry.reports.record import RunRecord
 from proximetry.reports.thumbnails import COLUMNS, load_thumbnail, sprite
@@ -27,6 +26,8 @@ from proximetry.training.reporting import (
     describe_protocol,
     metric_title,
 )
+
+Table = tuple[str, list[str], list[list[Any]]]  # caption, head, rows
 
 SHOWN_QUERIES = 8
 SHOWN_CLASSES = 10
@@ -78,12 +79,14 @@ def metrics_section(record: RunRecord, run: RunEvaluation | None) -> Section:
     for split, title in SPLITS.items():
         columns = {epoch: part[split] for epoch, part in compared.items() if split in part}
         if columns:
-            same = run if run and run.agrees and run.split == split else None
-            tables.append(_metrics_table(f"Metrics of the {title}", columns, same))
+            same = run is not None and run.agrees and run.split == split
+            intervals = run.intervals if run and same else {}
+            tables.append(_metrics_table(f"Metrics of the {title}", columns, intervals))
     if run is not None and not run.agrees:
         split = SPLITS.get(run.split, f"split {run.split}")
         caption = f"Metrics of the images of this report: {split}"
-        tables.append(_metrics_table(caption, {"embedder of the run": run.scores}, run))
+        columns = {"embedder of the run": run.scores}
+        tables.append(_metrics_table(caption, columns, run.intervals))
     return section(
         "Metrics",
         "metrics.html",
@@ -95,34 +98,31 @@ def metrics_section(record: RunRecord, run: RunEvaluation | None) -> Section:
 
 
 def _metrics_table(
-    caption: str, columns: Mapping[str, Mapping[str, Any]], run: RunEvaluation | None
-) -> Markup:
-    """Return one row per metric; with a run, also the intervals of the last column."""
-    intervals = {} if run is None else run.intervals
-    rows: list[list[object]] = []
-
-    def add(title: str, scores: Iterable[Mapping[str, Any]], name: str, bounds: str = "–") -> None:
-        cells = [percent(one.get(name)) for one in scores]
-        rows.append([title, *cells, *[bounds] * bool(intervals)])
-
+    caption: str, columns: Mapping[str, Mapping[str, Any]], intervals: Mapping[str, Interval]
+) -> Table:
+    """Return a table with a row per metric; intervals are those of the last column."""
     every = list(columns.values())
     names = metric_names(every)
-    for name in names:
-        add(metric_title(name), every, name, interval(intervals.get(name)))
+    parts = [("", names, every)]
+    main = [name for name in names if name in ("recall@1", "map@r")]
     for dim in dict.fromkeys(d for scores in every for d in scores.get("dims", {})):
         fewer = [scores.get("dims", {}).get(dim, {}) for scores in every]
-        for name in [n for n in names if n in ("recall@1", "map@r")]:
-            add(f"{metric_title(name)}, first {dim} dimensions", fewer, name)
+        parts.append((f", first {dim} dimensions", main, fewer))
     for key, note in ((CODES, ", codes (Hamming)"), ("among_train", f" {AMONG_TRAIN}")):
-        parts = [scores.get(key, {}) for scores in every]
-        for name in metric_names(parts):
-            add(f"{metric_title(name)}{note}", parts, name)
+        inner = [scores.get(key, {}) for scores in every]
+        parts.append((note, metric_names(inner), inner))
+    rows = []
+    for note, shown, scores in parts:
+        for name in shown:
+            cells = [percent(one.get(name)) for one in scores]
+            bounds = [interval(None if note else intervals.get(name))] * bool(intervals)
+            rows.append([f"{metric_title(name)}{note}", *cells, *bounds])
     counted = f"{spaced(int(every[-1]['queries']))} queries"
     if every[-1].get("queries_without_positive"):
         without = spaced(int(every[-1]["queries_without_positive"]))
         counted += f"; {without} more have no other image of their class and do not count"
     head = ["metric", *columns, *["95 % interval"] * bool(intervals)]
-    return table(f"{caption}: {counted}", head, rows)
+    return f"{caption}: {counted}", head, rows
 
 
 def curves_section(record: RunRecord) -> Section:
@@ -144,14 +144,12 @@ def curves_section(record: RunRecord) -> Section:
     return section("Curves", "curves.html", charts=charts, epochs=epochs, several_losses=False)
 
 
-def _epochs_table(record: RunRecord) -> Markup:
-    columns = {}
-    for key, title in (
-        ("loss", "loss"),
-        ("lr", "learning rate"),
-        ("images_per_second", "images/s"),
-    ):
-        columns[title] = {epoch: plain(value) for epoch, value in record.curve(key)}
+def _epochs_table(record: RunRecord) -> Table:
+    titles = {"loss": "loss", "lr": "learning rate", "images_per_second": "images/s"}
+    columns = {
+        title: {epoch: plain(value) for epoch, value in record.curve(key)}
+        for key, title in titles.items()
+    }
     for split in SPLITS:
         for name in record.metrics:
             title = f"{split.replace('_', '-')} {metric_title(name)}"
@@ -162,7 +160,7 @@ def _epochs_table(record: RunRecord) -> Markup:
         for line in record.history
     ]
     caption = "Every epoch; metrics in percent, epoch 0 is the untrained embedder"
-    return table(caption, ["epoch", *columns], rows)
+    return caption, ["epoch", *columns], rows
 
 
 def image(run: RunEvaluation, row: int) -> dict[str, Any]:
@@ -308,23 +306,21 @@ def proxies_section(
     last = record.results.get("last", {})
     if proxies is None and "proxies" not in last:
         return None
-    closest, charts = None, []
+    closest, charts, distinct = [], [], 0.0
     angles, epoch = last.get("proxies", {}), last.get("epoch")
     if proxies is not None:
-        angles, epoch = proxies.angles, proxies.epoch
-        degrees = np.degrees(np.arccos(np.clip(proxies.nearest, -1, 1)))
-        closest = table(
-            "Training classes that are nearest to another",
-            ["class", "separability", "angle"],
-            [
-                [short(proxies.names[i]), f"{proxies.nearest[i]:.3f}", f"{degrees[i]:.1f}°"]
-                for i in np.argsort(-proxies.nearest, kind="stable")[:SHOWN_CLASSES]
-            ],
-        )
-        counts = {"Distinct proxies": proxies.distinct}
+        separation, counts = separability(proxies.weight), distinct_proxies(proxies.weight)
+        nearest, angles, epoch = separation.per_class, separation.scores(), proxies.epoch
+        distinct = counts.mean()
+        degrees = np.degrees(np.arccos(np.clip(nearest, -1, 1)))
+        closest = [
+            [short(proxies.names[i]), f"{nearest[i]:.3f}", f"{degrees[i]:.1f}°"]
+            for i in np.argsort(-nearest, kind="stable")[:SHOWN_CLASSES]
+        ]
+        titles = {"Distinct proxies": counts}
         if use is not None:
-            counts["Proxies that are nearest to a training image"] = use.chosen
-        for title, of_class in counts.items():
+            titles["Proxies that are nearest to a training image"] = use.chosen
+        for title, of_class in titles.items():
             classes = np.bincount(of_class, minlength=proxies.per_class + 1)[1:]
             bars = {str(number): float(count) for number, count in enumerate(classes, 1)}
             charts.append(bar_chart(title, bars, x_label="proxies per class", y_label="classes"))
@@ -333,7 +329,8 @@ def proxies_section(
         "proxies.html",
         epoch=epoch,
         angles=angles,
-        proxies=proxies,
+        per_class=0 if proxies is None else proxies.per_class,
+        distinct=distinct,
         use=use,
         charts=charts,
         same_direction=SAME_DIRECTION,
