@@ -56,7 +56,7 @@ _PROGRESS_EVERY = 1000  # files
 class Catalog:
     """Images, their classes and their roles; validated once, immutable.
 
-    Columns are given as any sequences and read like tuples; they are stored as pyarrow arrays.
+    Columns may be any sequences and read like tuples; they are stored as pyarrow arrays.
 
     Attributes:
         paths: relative to `root` (absolute ones stay as they are); "shard.tar::member" for an
@@ -126,8 +126,7 @@ class Catalog:
 
     def subset(self, rows: Sequence[int] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Self:
         """Return rows, by number or by a mask, in this order."""
-        chosen = np.asarray(rows, dtype=None if len(rows) else np.int64)
-        picks = np.arange(len(self))[chosen]
+        picks = np.arange(len(self))[np.asarray(rows, dtype=None if len(rows) else np.int64)]
         taken = {
             name: values.take(picks)
             if isinstance(values, Column)

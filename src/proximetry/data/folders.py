@@ -168,7 +168,7 @@ def _split_folders(root: Path, folders: Sequence[str]) -> list[str]:
 
 
 def layout(rows: Iterable[tuple[str, str]], skipped: Iterable[str] = ()) -> str:
-    """Describe the classes by split, given (split, class), and what was skipped, in a sentence."""
+    """Describe the classes by split, given (split, class), and what was skipped."""
     classes: dict[str, set[str]] = {}
     for home, label in rows:
         classes.setdefault(home, set()).add(label)
@@ -201,8 +201,8 @@ def _entries(
     """
     real = os.path.realpath(root)
     try:
-        with os.scandir(root.joinpath(*parts)) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+        with os.scandir(root.joinpath(*parts)) as scan:
+            entries = sorted(scan, key=lambda entry: entry.name)
     except OSError as error:
         raise OSError(
             f"{error.filename} cannot be read: {error.strerror}. Make it readable, or move it away."
@@ -255,15 +255,15 @@ def _members(shard: str, state: tuple[int, ...]) -> Mapping[str, tuple[int, int]
     with open_file(shard) as file:
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
-                found = {m.name: (m.offset_data, m.size) for m in tar if m.isreg()}
+                members = {m.name: (m.offset_data, m.size) for m in tar if m.isreg()}
         except tarfile.TarError as error:
             raise ValueError(f"{shard} is not an uncompressed tar file: {error}") from error
         file.seek(max(0, state[0] - 1024))
         if file.read() != bytes(1024):  # the two empty blocks that every complete tar ends with
             raise ValueError(
-                f"{shard} is truncated after {len(found)} members: its end mark is missing"
+                f"{shard} is truncated after {len(members)} members: its end mark is missing"
             )
-    return found
+    return members
 
 
 def open_file(name: str | os.PathLike[str]) -> io.BufferedReader:
