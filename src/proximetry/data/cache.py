@@ -355,7 +355,7 @@ def estimate(
 ) -> tuple[bool, int]:
     """Return whether the cache that `PixelCache.build` would open exists, and its bytes.
 
-    Reads the headers of at most 1 000 images.
+    Without a cache, the headers of at most 1 000 images are read.
     """
     file = cache_home(root) / _Settings(size, interpolation).key(catalog) / "pixels.bin"
     if file.is_file():
@@ -437,25 +437,15 @@ def cache_home(root: Root = None) -> Path:
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One cache, of any kind, in the cache folder.
+    """One cache, of any kind, in the cache folder."""
 
-    Attributes:
-        name: kind and name, as a path below the cache folder.
-        path: file or folder.
-        size: bytes.
-        used: time of last use, in seconds since 1970.
-        root: folder of the images it was made of, if known.
-        images: their number, if known.
-        about: what it holds.
-    """
-
-    name: str
+    name: str  # kind and name, as a path below the cache folder
     path: Path
-    size: int
-    used: float
-    root: str = ""
-    images: int | None = None
-    about: str = ""
+    size: int  # bytes
+    used: float  # time of last use, in seconds since 1970
+    root: str  # folder of the images it was made of, "" if unknown
+    images: int | None
+    about: str
 
 
 def list_caches() -> list[CacheEntry]:
@@ -481,11 +471,11 @@ def _entry(path: Path) -> CacheEntry:
     header: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         header = json.loads((path / "header.json").read_text(encoding="utf-8"))
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     states = []
-    for file in files:
+    for file in (path, *path.rglob("*")):
         with suppress(OSError):  # removed meanwhile
-            states.append(file.lstat())
+            if file.is_file():
+                states.append(file.lstat())
     return CacheEntry(
         f"{path.parent.name}/{path.name}",
         path,
