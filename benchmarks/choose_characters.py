@@ -43,7 +43,7 @@ def _usable(character: str) -> bool:
     return category[0] not in "MZC" and category not in ("Lm", "Sk") and not poor
 
 
-def likeness(characters: list[str]) -> npt.NDArray[np.float32]:
+def likeness(characters: list[str]) -> npt.NDArray[np.floating]:
     """Mean over the faces of shared ink / ink of either, for every pair."""
     total = np.zeros((len(characters), len(characters)), dtype=np.float32)
     faces = np.zeros_like(total)
@@ -62,7 +62,7 @@ def likeness(characters: list[str]) -> npt.NDArray[np.float32]:
     return total / np.maximum(faces, 1)
 
 
-def _shape(font: ImageFont.FreeTypeFont, character: str) -> npt.NDArray[np.float32]:
+def _shape(font: ImageFont.FreeTypeFont, character: str) -> npt.NDArray[np.floating]:
     mask = font.getmask(character, mode="L")
     image = Image.frombytes("L", mask.size, bytes(mask))
     image = image.crop(image.getbbox())
