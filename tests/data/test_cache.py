@@ -1,7 +1,6 @@
 import errno
 import json
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -357,27 +356,15 @@ def test_killed_while_building_starts_clean(catalog, home):
     assert event > 4
 
 
-def test_pickles_without_its_pixels(catalog, home):
-    cache = PixelCache.build(catalog, 16, home)
-    data = pickle.dumps(cache)
-    assert len(data) < 5000 < cache.flat.nbytes
-    again = pickle.loads(data)
-    assert again.catalog == catalog
-    assert (again[5] == cache[5]).all()
-
-
 def test_in_memory():
     images = [np.full((2, 3, 3), 7, np.uint8), np.full((4, 1, 3), 9, np.uint8)]
     cache = PixelCache.in_memory(images)
     assert [cache[i].tolist() for i in range(2)] == [i.tolist() for i in images]
     assert len(PixelCache.in_memory([])) == 0
-    assert (pickle.loads(pickle.dumps(cache))[1] == 9).all()
     moved = cache.to("cpu")
     assert (moved[0] == cache[0]).all()
     with pytest.raises(ValueError, match="image 0 must be uint8 of H×W×3, got float64"):
         PixelCache.in_memory([np.zeros((2, 2, 3))])
-    with pytest.raises(ValueError, match="2 rows in the catalog, 1 images"):
-        PixelCache(Catalog(("a", "b"), ("a", "b"), ("all",) * 2), cache.flat, np.zeros((1, 3), int))
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from choose_characters import LIMIT, MIN_FACES, candidates, choose, likeness
 
+from benchmarks.choose_characters import LIMIT, MIN_FACES, candidates, choose, likeness
 from proximetry.data import glyphs, open_image
 from proximetry.data.datasets.glyphs import FACES, characters, face_characters, script
 

@@ -391,9 +391,9 @@ def test_thumbnails_decode_large_jpeg_files_at_a_reduced_size(large_jpeg, monkey
     expected.thumbnail((100, 100))
     finish, decoded = images._finish, []
 
-    def finished(image, name, max_pixels):
+    def finished(image, name):
         decoded.append(image.size)
-        return finish(image, name, max_pixels)
+        return finish(image, name)
 
     monkeypatch.setattr(images, "_finish", finished)
     small = thumbnail(large_jpeg, 100)

@@ -76,16 +76,16 @@ class RandomResizedCrop:
         """Return the window of each image that follows from what was drawn for it."""
         heights, widths = image_sizes(pixels, rows)
         u = uniforms
-        height, width, found = self._shapes(heights, widths, u[:, : 2 * _TRIES])
+        height, width, fits = self._shapes(heights, widths, u[:, : 2 * _TRIES])
         central_height, central_width = self._central(heights, widths)
-        height = torch.where(found, height, central_height)
-        width = torch.where(found, width, central_width)
+        height = torch.where(fits, height, central_height)
+        width = torch.where(fits, width, central_width)
         room_down, room_right = heights - height, widths - width
         down = (u[:, -3] * (room_down + 1)).long()
         right = (u[:, -2] * (room_right + 1)).long()
         return Windows(
-            top=torch.where(found, down, room_down // 2),
-            left=torch.where(found, right, room_right // 2),
+            top=torch.where(fits, down, room_down // 2),
+            left=torch.where(fits, right, room_right // 2),
             height=height,
             width=width,
             flip=(u[:, -1] < 0.5) & self.flip,

@@ -6,10 +6,9 @@
     <key>.lock          locked by the process that writes <key>
 
 The key is a digest of names, sizes and modification times of the image files and of how they are
-decoded. A cache is written under a temporary name and renamed, so <key> is always complete. Opening
-it reads header and index; `is_intact` compares the checksum of every byte. The modification time of
-the header is the time of last use: the least recently used caches are removed to stay below
-`MAX_CACHE_BYTES` and `DISK_SHARE`.
+decoded. A cache is written under a temporary name and renamed, so <key> is always complete. The
+modification time of the header is the time of last use: the least recently used caches are removed
+to stay below `MAX_CACHE_BYTES` and `DISK_SHARE`.
 """
 
 from __future__ import annotations
@@ -51,10 +50,11 @@ from proximetry.data.images import (
     ImageError,
     Interpolation,
     Size,
-    check_header,
     check_interpolation,
     described_size,
+    image_size,
     open_bytes,
+    scaled_size,
 )
 from proximetry.data.loader import Array, Pixels, decode, parallel_map
 
@@ -92,8 +92,6 @@ class PixelCache(Pixels):
         folder: Path | None = None,
         digest: str = "",
     ) -> None:
-        if len(catalog) != len(index):
-            raise ValueError(f"{len(catalog)} rows in the catalog, {len(index)} images")
         super().__init__(flat, index)
         self.catalog, self.bad, self.digest, self._folder = catalog, bad, digest, folder
 
@@ -112,8 +110,7 @@ class PixelCache(Pixels):
     ) -> PixelCache:
         """Open the cache of these images; decode them first if there is none.
 
-        Processes that open the same cache wait for the first one, which decodes the images. An
-        interrupted cache is built again.
+        Processes that open the same cache wait for the first one, which decodes the images.
 
         Args:
             catalog: the images.
@@ -138,7 +135,9 @@ class PixelCache(Pixels):
             catalog = catalog.subset(good)
         if header["copies"]:
             catalog = replace(catalog, notes=(*catalog.notes, *header["copies"]))
-        return cls(catalog, _map(folder), index[good], bad, folder, header["digest"])
+        # Mode "c": torch requires writable memory; writes would stay in this process.
+        flat = torch.from_numpy(np.memmap(folder / "pixels.bin", dtype=np.uint8, mode="c"))
+        return cls(catalog, flat, index[good], bad, folder, header["digest"])
 
     @classmethod
     def in_memory(cls, images: Iterable[Array]) -> PixelCache:
@@ -165,44 +164,26 @@ class PixelCache(Pixels):
         Raises:
             ValueError: the GPU has not enough free memory.
         """
-        target = torch.device(device)
-        moves = target.type == "cuda" and not self.flat.is_cuda
         try:
-            if moves and self.flat.nbytes > _free_memory(target):
-                raise torch.OutOfMemoryError
-            flat = self.flat.to(target)
+            flat = self.flat.to(device)
         except torch.OutOfMemoryError as error:
             raise ValueError(
-                f"the pixels need {self.flat.nbytes / 2**30:.3f} GiB of {target}, of which "
-                f"{_free_memory(target) / 2**30:.3f} GiB are free; use data.cache pixels or none, "
-                "or a smaller data.short_side"
+                f"the pixels need {self.flat.nbytes / 2**30:.3f} GiB of {device}, where "
+                f"{torch.cuda.mem_get_info(device)[0] / 2**30:.3f} GiB are free; use data.cache "
+                "pixels or none, or a smaller data.short_side"
             ) from error
         return PixelCache(self.catalog, flat, self.index, self.bad, digest=self.digest)
 
     def check_size(self) -> None:
         """Raise an OSError if the file was truncated: reading past its end kills the process."""
-        if self._folder is None:
-            return
-        file = self._folder / "pixels.bin"
-        with suppress(FileNotFoundError):  # a removed file stays mapped
-            size = file.stat().st_size
-            if size < len(self.flat):
-                raise OSError(
-                    f"{file} was truncated to {size} bytes while in use. Run the same command "
-                    "again to rebuild it and resume."
-                )
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Another process opens the memory map instead of receiving a copy.
-        state = self.__dict__.copy()
         if self._folder is not None:
-            del state["flat"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self._folder is not None:
-            self.flat = _map(self._folder)
+            file = self._folder / "pixels.bin"
+            with suppress(FileNotFoundError):  # a removed file stays mapped
+                if (size := file.stat().st_size) < len(self.flat):
+                    raise OSError(
+                        f"{file} was truncated to {size} bytes while in use. Run the same command "
+                        "again to rebuild it and resume."
+                    )
 
 
 @dataclass(frozen=True)
@@ -213,15 +194,13 @@ class _Settings:
     interpolation: Interpolation
     content: Literal["pixels", "bodies", "headers"] = "pixels"
 
-    def __post_init__(self) -> None:
+    def key(self, catalog: Catalog) -> str:
+        """Return the name of the cache: a digest of settings, file names, sizes and times."""
         check_interpolation(self.interpolation)
         sides = (self.size,) if isinstance(self.size, int) else self.size
         if not 1 <= min(sides) <= max(sides) <= 4096:
             size = described_size(self.size)
             raise ValueError(f"images are scaled to 1 to 4096 pixels, got {size}")
-
-    def key(self, catalog: Catalog) -> str:
-        """Return the name of the cache: a digest of settings, file names, sizes and times."""
         if len(catalog) == 0:
             raise ValueError("the catalog is empty: there is nothing to decode")
         facts = (_FORMAT, self.size, self.interpolation, self.content, metadata.version("pillow"))
@@ -238,7 +217,7 @@ class _Settings:
             image = decode(file, self.size, self.interpolation)
             return image if self.content == "pixels" or isinstance(image, ImageError) else None
         try:
-            check_header(file, self.size)
+            scaled_size(*image_size(file), self.size, file)
             return None
         except ImageError as error:
             return error
@@ -376,7 +355,7 @@ def estimate(
 ) -> tuple[bool, int]:
     """Return whether the cache that `PixelCache.build` would open exists, and its bytes.
 
-    Reads the headers of at most 1 000 images.
+    Without a cache, the headers of at most 1 000 images are read.
     """
     file = cache_home(root) / _Settings(size, interpolation).key(catalog) / "pixels.bin"
     if file.is_file():
@@ -385,7 +364,7 @@ def estimate(
     rows = range(0, total, -(-total // 1000))
     for row in rows:
         with suppress(ImageError):
-            width, height = check_header(catalog.file(row), size)
+            width, height = scaled_size(*image_size(catalog.file(row)), size)
             read += 3 * width * height
     return False, round(read / len(rows) * total)
 
@@ -450,38 +429,17 @@ def cache_home(root: Root = None) -> Path:
     return cache_folder() / "pixels" if root is None else Path(root)
 
 
-def _free_memory(device: torch.device) -> int:
-    """Return the bytes a new tensor can have: free ones, and those that torch reserves."""
-    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + reserve
-
-
-def _map(folder: Path) -> torch.Tensor:
-    # Mode "c": torch requires writable memory; writes would stay in this process.
-    return torch.from_numpy(np.memmap(folder / "pixels.bin", dtype=np.uint8, mode="c"))
-
-
 @dataclass(frozen=True)
 class CacheEntry:
-    """One cache, of any kind, in the cache folder.
+    """One cache, of any kind, in the cache folder."""
 
-    Attributes:
-        name: kind and name, as a path below the cache folder.
-        path: file or folder.
-        size: bytes.
-        used: time of last use, in seconds since 1970.
-        root: folder of the images it was made of, if known.
-        images: their number, if known.
-        about: what it holds.
-    """
-
-    name: str
+    name: str  # kind and name, as a path below the cache folder
     path: Path
-    size: int
-    used: float
-    root: str = ""
-    images: int | None = None
-    about: str = ""
+    size: int  # bytes
+    used: float  # time of last use, in seconds since 1970
+    root: str  # folder of the images it was made of, "" if unknown
+    images: int | None
+    about: str
 
 
 def list_caches() -> list[CacheEntry]:
@@ -507,11 +465,11 @@ def _entry(path: Path) -> CacheEntry:
     header: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         header = json.loads((path / "header.json").read_text(encoding="utf-8"))
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     states = []
-    for file in files:
+    for file in (path, *path.rglob("*")):
         with suppress(OSError):  # removed meanwhile
-            states.append(file.lstat())
+            if file.is_file():
+                states.append(file.lstat())
     return CacheEntry(
         f"{path.parent.name}/{path.name}",
         path,

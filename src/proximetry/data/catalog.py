@@ -6,13 +6,13 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import Any, Self, TypeAlias, TypedDict, Unpack, cast
+from typing import Any, Self, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -52,28 +52,11 @@ _LISTED = 5  # problems in an error message
 _PROGRESS_EVERY = 1000  # files
 
 
-class TableOptions(TypedDict, total=False):
-    """Options of `Catalog.from_csv` and `Catalog.from_parquet`.
-
-    Attributes:
-        columns: names of the columns in the table, where they differ:
-            {"path": "file", "label": "category"}.
-        check_files: check that every image exists and is listed once; True by default.
-        allow_missing: keep images that do not exist.
-        progress: called with (images checked, images in all).
-    """
-
-    columns: Mapping[str, str] | None
-    check_files: bool
-    allow_missing: bool
-    progress: Progress | None
-
-
 @dataclass(frozen=True, repr=False)
 class Catalog:
     """Images, their classes and their roles; validated once, immutable.
 
-    Columns are given as any sequences and read like tuples; they are stored as pyarrow arrays.
+    Columns may be any sequences and read like tuples; they are stored as pyarrow arrays.
 
     Attributes:
         paths: relative to `root` (absolute ones stay as they are); "shard.tar::member" for an
@@ -85,7 +68,7 @@ class Catalog:
         galleries: which images are searched, likewise.
         groups: anything coarser than a class, such as the kind of product.
         notes: remarks of the reader of the data, such as missing images.
-        layout: one sentence on what was taken for classes and splits, if that was inferred.
+        layout: what was taken for classes and splits, if that was inferred.
         columns: further metadata by name: text, numbers, True and False, or None. Galleries keep
             it; training does not use it.
     """
@@ -142,9 +125,8 @@ class Catalog:
         return os.path.join(self.root, self.paths[i])
 
     def subset(self, rows: Sequence[int] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Self:
-        """Return the given rows, by number or by a mask, in the order given."""
-        chosen = np.asarray(rows, dtype=None if len(rows) else np.int64)
-        picks = np.arange(len(self))[chosen]
+        """Return rows, by number or by a mask, in this order."""
+        picks = np.arange(len(self))[np.asarray(rows, dtype=None if len(rows) else np.int64)]
         taken = {
             name: values.take(picks)
             if isinstance(values, Column)
@@ -170,7 +152,7 @@ class Catalog:
         query: bool | None = None,
         gallery: bool | None = None,
     ) -> Catalog:
-        """Return the rows that meet every condition given."""
+        """Return the rows that meet every condition."""
         if split is not None and split not in SPLITS:
             raise ValueError(f"unknown split {split!r}{closest(split, SPLITS)}")
         keep = np.ones(len(self), bool)
@@ -294,12 +276,19 @@ class Catalog:
         if isinstance(files, str | os.PathLike):
             place = Path(files)
             files = sorted(place.glob("*.tar")) if place.is_dir() else [place]
-        root, found = scan_shards([Path(file) for file in files])
-        return cls(root=root, **found._asdict())
+        root, scan = scan_shards([Path(file) for file in files])
+        return cls(root=root, **scan._asdict())
 
     @classmethod
     def from_csv(
-        cls, file: AnyPath, root: AnyPath | None = None, **options: Unpack[TableOptions]
+        cls,
+        file: AnyPath,
+        root: AnyPath | None = None,
+        *,
+        columns: Mapping[str, str] | None = None,
+        check_files: bool = True,
+        allow_missing: bool = False,
+        progress: Progress | None = None,
     ) -> Catalog:
         """Read a comma-separated table with a header line.
 
@@ -309,34 +298,44 @@ class Catalog:
         Args:
             file: the table.
             root: the folder that paths start from; the folder of the table by default.
-            **options: see `TableOptions`.
+            columns: names of the columns in the table, where they differ:
+                {"path": "file", "label": "category"}.
+            check_files: check that every image exists and is listed once.
+            allow_missing: keep images that do not exist.
+            progress: called with (images checked, images in all).
         """
-        return cls._from_table(read_csv, file, root, **options)
+        values = read_csv(Path(file), columns)
+        return cls._from_table(values, file, root, check_files, allow_missing, progress)
 
     @classmethod
     def from_parquet(
-        cls, file: AnyPath, root: AnyPath | None = None, **options: Unpack[TableOptions]
-    ) -> Catalog:
-        """Read a Parquet table, as `from_csv` does; further columns keep their types.
-
-        Labels of any type become text: whole numbers as 7, also if stored as 7.0, truth values as
-        True and False, categories as their values.
-        """
-        return cls._from_table(read_parquet, file, root, **options)
-
-    @classmethod
-    def _from_table(
         cls,
-        read: Callable[[Path, Mapping[str, str] | None], dict[str, Any]],
         file: AnyPath,
-        root: AnyPath | None,
+        root: AnyPath | None = None,
         *,
         columns: Mapping[str, str] | None = None,
         check_files: bool = True,
         allow_missing: bool = False,
         progress: Progress | None = None,
     ) -> Catalog:
-        values = read(Path(file), columns)
+        """Read a Parquet table; the arguments are those of `from_csv`.
+
+        Further columns keep their types. Labels of any type become text: whole numbers as 7, also
+        if stored as 7.0, truth values as True and False, categories as their values.
+        """
+        values = read_parquet(Path(file), columns)
+        return cls._from_table(values, file, root, check_files, allow_missing, progress)
+
+    @classmethod
+    def _from_table(
+        cls,
+        values: Mapping[str, Any],
+        file: AnyPath,
+        root: AnyPath | None,
+        check_files: bool,
+        allow_missing: bool,
+        progress: Progress | None,
+    ) -> Catalog:
         try:
             catalog = cls(root=Path(file).parent if root is None else Path(root), **values)
             if check_files:
@@ -349,7 +348,9 @@ class Catalog:
             for name in catalog._named(images > 0)
         ]
         further = f"; further columns, for search only: {some(catalog.columns)}"
-        return replace(catalog, layout=layout(classes) + (further if catalog.columns else ""))
+        about = layout(classes) + (further if catalog.columns else "")
+        object.__setattr__(catalog, "layout", about)  # `replace` would validate all rows again
+        return catalog
 
     def to_csv(self, file: AnyPath) -> None:
         """Write the table for `from_csv`; paths stay relative to `root`."""

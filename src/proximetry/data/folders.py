@@ -56,11 +56,6 @@ def is_image(name: str) -> bool:
     return not name.startswith(".") and os.path.splitext(name)[1].lower() in EXTENSIONS
 
 
-def split_called(name: str) -> str | None:
-    """Return the split that a folder of this name may stand for."""
-    return _SPLITS.get(name.lower())
-
-
 def class_folders(root: Path) -> list[Path]:
     """Return the visible sub-folders in sorted order."""
     return [root / name for name in _entries(root, (), [], outer=True)[0]]
@@ -103,7 +98,8 @@ def scan_folder(root: Path) -> Scan:
                 classes += [(name, below) for below in names]
                 ignored += [f"{name}/{file}" for file in files]
             else:
-                skipped.append(f"{name} (no class folders)" if split_called(name) else name)
+                empty_split = name.lower() in _SPLITS
+                skipped.append(f"{name} (no class folders)" if empty_split else name)
     paths: list[Names] = []
     empty: list[str] = []
     for start in classes:
@@ -139,36 +135,37 @@ def scan_folder(root: Path) -> Scan:
     return Scan(
         tuple("/".join(path) for path in paths),
         tuple(path[depth - 1] for path in paths),
-        tuple(split_called(path[0]) or "" if splits else "all" for path in paths),
+        tuple(splits.get(path[0], "all") for path in paths),
         layout(((f"{path[0]}/" if splits else "", path[depth - 1]) for path in paths), skipped),
         tuple(notes),
     )
 
 
-def _split_folders(root: Path, folders: Sequence[str]) -> list[str]:
-    """Return those of the folders that are splits."""
+def _split_folders(root: Path, folders: Sequence[str]) -> dict[str, str]:
+    """Return the split of each folder that is one."""
 
     def holds_images(*start: str) -> bool:
         return any(any(map(is_image, files)) for _, files in _walk(root, start, []))
 
-    splits = [
-        name
+    splits = {
+        name: _SPLITS[name.lower()]
         for name in folders
-        if split_called(name)
+        if name.lower() in _SPLITS
         and any(holds_images(name, below) for below in _entries(root, (name,), [], outer=True)[0])
-    ]
+    }
     for name in folders if len(splits) == 1 else ():
-        if not split_called(name) and holds_images(name):
+        if name.lower() not in _SPLITS and holds_images(name):
+            (split,) = splits
             raise ValueError(
-                f"{root}: is {splits[0]}/ a split or a class? It holds folders of images as a "
-                f"split does, but {name}/ beside it holds images too; move {name}/ elsewhere if "
-                f"{splits[0]}/ is a split, or rename {splits[0]}/ if it is a class"
+                f"{root}: is {split}/ a split or a class? It holds folders of images as a split "
+                f"does, but {name}/ beside it holds images too; move {name}/ elsewhere if "
+                f"{split}/ is a split, or rename {split}/ if it is a class"
             )
     return splits
 
 
 def layout(rows: Iterable[tuple[str, str]], skipped: Iterable[str] = ()) -> str:
-    """Describe the classes by split, given (split, class), and what was skipped, in a sentence."""
+    """Describe the classes by split, given (split, class), and what was skipped."""
     classes: dict[str, set[str]] = {}
     for home, label in rows:
         classes.setdefault(home, set()).add(label)
@@ -201,8 +198,8 @@ def _entries(
     """
     real = os.path.realpath(root)
     try:
-        with os.scandir(root.joinpath(*parts)) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+        with os.scandir(root.joinpath(*parts)) as scan:
+            entries = sorted(scan, key=lambda entry: entry.name)
     except OSError as error:
         raise OSError(
             f"{error.filename} cannot be read: {error.strerror}. Make it readable, or move it away."
@@ -255,15 +252,15 @@ def _members(shard: str, state: tuple[int, ...]) -> Mapping[str, tuple[int, int]
     with open_file(shard) as file:
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
-                found = {m.name: (m.offset_data, m.size) for m in tar if m.isreg()}
+                members = {m.name: (m.offset_data, m.size) for m in tar if m.isreg()}
         except tarfile.TarError as error:
             raise ValueError(f"{shard} is not an uncompressed tar file: {error}") from error
         file.seek(max(0, state[0] - 1024))
         if file.read() != bytes(1024):  # the two empty blocks that every complete tar ends with
             raise ValueError(
-                f"{shard} is truncated after {len(found)} members: its end mark is missing"
+                f"{shard} is truncated after {len(members)} members: its end mark is missing"
             )
-    return found
+    return members
 
 
 def open_file(name: str | os.PathLike[str]) -> io.BufferedReader:
@@ -294,14 +291,14 @@ def scan_shards(files: Sequence[Path]) -> tuple[Path, Scan]:
                 rows.append((f"{relative}{SEPARATOR}{member}", place.parent.name, home))
     if not rows:
         raise ValueError(f"{files[0]} holds no <class>/<image>, nor do the other shards")
-    named = {split_called(home) for _, _, home in rows}
+    named = {_SPLITS.get(home.lower()) for _, _, home in rows}
     divided = None not in named or len(named) > 2
-    stray = [path for path, _, home in rows if divided and not split_called(home)]
-    rows = [row for row in rows if not divided or split_called(row[2])]
+    stray = [path for path, _, home in rows if divided and home.lower() not in _SPLITS]
+    rows = [row for row in rows if not divided or row[2].lower() in _SPLITS]
     return root, Scan(
         tuple(path for path, _, _ in rows),
         tuple(label for _, label, _ in rows),
-        tuple(split_called(home) or "" if divided else "all" for _, _, home in rows),
+        tuple(_SPLITS[home.lower()] if divided else "all" for _, _, home in rows),
         layout(((f"{home}/" if divided else "", label) for _, label, home in rows), stray),
         (),
     )

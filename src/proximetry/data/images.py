@@ -28,7 +28,7 @@ Size: TypeAlias = int | tuple[int, int]
 """What images are scaled to: their short side, or height and width whatever their shape was."""
 Source: TypeAlias = "str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any]"
 
-# Pillow's own threshold (a quarter of a GiB in RGB): above it Pillow warns by itself as well.
+# Pillow's own threshold (a quarter of a GiB in RGB): above it Pillow warns as well.
 MAX_PIXELS = 89_478_485
 # JPEG's own limit. Pillow spends some 20 bytes on each row, so a long thin image takes much memory.
 MAX_SIDE = 65_535
@@ -95,18 +95,20 @@ def open_image(
     """
     name = _name(source)
     if isinstance(source, Image.Image):
+        _check_size(*source.size, name, max_pixels)
         with _LOCKS[id(source) // 16 % len(_LOCKS)]:
-            return _finish(source, name, max_pixels)
+            return _finish(source, name)
     if isinstance(source, np.ndarray):
-        return _finish(_from_array(source, name), name, max_pixels)
-    with _opened(source) as image:
+        image = _from_array(source, name)
         _check_size(*image.size, name, max_pixels)
+        return _finish(image, name)
+    with _opened(source, max_pixels) as image:
         width, height = image.size
         if size is not None:
             enough = 2 * (size if isinstance(size, int) else max(size))
             image.draft(None, (enough, enough))  # does nothing but with JPEG
         part = max(1, round(width / image.width))
-        upright = _finish(image, name, max_pixels)
+        upright = _finish(image, name)
         if part > 1:
             # Its last row and column may show less than a whole pixel of the original.
             left, top, right, bottom = 0.0, 0.0, width / part, height / part
@@ -148,13 +150,6 @@ def image_size(file: str | os.PathLike[str]) -> tuple[int, int]:
         return image.size
 
 
-def check_header(file: str, size: Size) -> tuple[int, int]:
-    """Return width and height after scaling, or raise an ImageError; reads the header only."""
-    with _opened(file) as image:
-        _check_size(*image.size, file, MAX_PIXELS)
-        return scaled_size(*image.size, size, file)
-
-
 def open_bytes(path: str) -> Stream:
     """Open an image file or a shard's member, or raise an ImageError that will pass."""
     try:
@@ -176,8 +171,10 @@ def open_bytes(path: str) -> Stream:
 
 
 @contextmanager
-def _opened(source: str | os.PathLike[str] | bytes) -> Iterator[Image.Image]:
-    """Open a file of a supported format without decoding it, or raise an ImageError."""
+def _opened(
+    source: str | os.PathLike[str] | bytes, max_pixels: int = MAX_PIXELS
+) -> Iterator[Image.Image]:
+    """Open a file of a supported format and size without decoding it, or raise an ImageError."""
     Image.init()
     name, formats = _name(source), tuple(form for form in _FORMATS if form in Image.OPEN)
     with io.BytesIO(source) if isinstance(source, bytes) else open_bytes(name) as stream:
@@ -196,6 +193,7 @@ def _opened(source: str | os.PathLike[str] | bytes) -> Iterator[Image.Image]:
             # Pillow's parser of these texts takes quadratic time for a file of comments.
             if image.tile and image.tile[0][0] == "ppm_plain":
                 raise ImageError(name, "plain PNM, pixels written as text; save it as binary PNM")
+            _check_size(*image.size, name, max_pixels)
             yield image
 
 
@@ -297,8 +295,8 @@ def _from_array(array: np.ndarray[Any, Any], name: str) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(array))
 
 
-def _finish(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
-    _check_size(*image.size, name, max_pixels)
+def _finish(image: Image.Image, name: str) -> Image.Image:
+    """Decode an image and return a copy of it as upright RGB."""
     try:
         if isinstance(image, ImageFile.ImageFile):
             image.load()

@@ -56,10 +56,8 @@ class Pixels:
 
     Attributes:
         flat: the pixels of all images, uint8.
-        index: offset in `flat`, height and width of each image.
-        offsets: the first column of `index`.
-        heights: the second.
-        widths: the third.
+        index: offset in `flat`, height and width of each image; `offsets`, `heights` and `widths`
+            are its columns.
     """
 
     def __init__(self, flat: torch.Tensor, index: npt.NDArray[np.int64]) -> None:

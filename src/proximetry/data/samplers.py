@@ -104,7 +104,6 @@ class Streamed(Shuffled):
             raise ValueError(f"buffer and run must be positive, got {buffer} and {run}")
         super().__init__(n, batch_size, drop_last=drop_last, seed=seed)
         self.buffer, self.run = buffer, run
-        self._runs: tuple[int, Indices, Indices] | None = None
         self._shuffled: tuple[int, int, Indices] | None = None
 
     def batch(self, epoch: int, number: int) -> Indices:
@@ -113,34 +112,26 @@ class Streamed(Shuffled):
         stop = min(start + self.batch_size, self.n)
         parts = []
         while start < stop:
-            place, first = divmod(start, self.buffer)
-            part = self._buffer(epoch, place)[first : first + stop - start]
-            parts.append(part)
-            start += len(part)
+            buffer, first = divmod(start, self.buffer)
+            parts.append(self._buffer(epoch, buffer)[first : first + stop - start])
+            start += len(parts[-1])
         return np.concatenate(parts)
 
-    def _buffer(self, epoch: int, place: int) -> Indices:
+    def _buffer(self, epoch: int, number: int) -> Indices:
         """Return the images of one buffer of an epoch, shuffled."""
-        if self._shuffled is None or self._shuffled[:2] != (epoch, place):
-            start = place * self.buffer
-            images = self._stream(epoch, start, min(start + self.buffer, self.n))
-            draw = np.random.default_rng([self.seed, _BUFFER, epoch, place])
-            self._shuffled = epoch, place, draw.permutation(images)
-        return self._shuffled[2]
-
-    def _stream(self, epoch: int, start: int, stop: int) -> Indices:
-        """Return the images from one place to another of all runs, one after the other."""
-        if self._runs is None or self._runs[0] != epoch:
+        if self._shuffled is None or self._shuffled[:2] != (epoch, number):
             draw = np.random.default_rng([self.seed, _RUNS, epoch])
             order = draw.permutation(-(-self.n // self.run))
-            # All are of one length but the last of the images, wherever that comes.
+            # All runs are of one length but the last of the images, wherever that comes.
             sizes = np.minimum(self.n - order * self.run, self.run)
-            self._runs = epoch, order, np.concatenate([[0], np.cumsum(sizes)])
-        _, order, begins = self._runs
-        places = np.arange(start, stop)
-        runs = np.searchsorted(begins, places, side="right") - 1
-        images: Indices = order[runs] * self.run + places - begins[runs]
-        return images
+            begins = np.concatenate([[0], np.cumsum(sizes)])
+            start = number * self.buffer
+            places = np.arange(start, min(start + self.buffer, self.n))
+            runs = np.searchsorted(begins, places, side="right") - 1
+            images = order[runs] * self.run + places - begins[runs]
+            draw = np.random.default_rng([self.seed, _BUFFER, epoch, number])
+            self._shuffled = epoch, number, draw.permutation(images)
+        return self._shuffled[2]
 
 
 class ClassBalanced(_BatchSampler):

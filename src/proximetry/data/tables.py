@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count, islice
+from itertools import islice
 from operator import eq
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -183,7 +183,7 @@ def read_csv(file: Path, columns: Mapping[str, str] | None = None) -> dict[str, 
     with _open(file) as stream:
         text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
         try:
-            lines = (line for line in csv.reader(text, strict=True) if line)
+            lines = filter(None, csv.reader(text, strict=True))
             names = next(lines, None)
             if names is None:
                 raise ValueError(f"{file}: empty, expected a header line such as path,label,split")
@@ -191,14 +191,15 @@ def read_csv(file: Path, columns: Mapping[str, str] | None = None) -> dict[str, 
                 raise ValueError(f"{file}: encoded as UTF-16. Save it as CSV in UTF-8.")
             ours, others = _match_columns(file, names, columns)
             blocks: list[list[pa.Array]] = [[] for _ in names]
-            numbers = count(1)
+            rows = 0
             while block := list(islice(lines, _BLOCK)):
-                for line, row in zip(block, numbers, strict=False):
-                    if len(line) != len(names):
-                        raise ValueError(
-                            f"{file}: row {row} has {len(line)} fields, the header has "
-                            f"{len(names)}: {line!r}"
-                        )
+                if {*map(len, block)} != {len(names)}:
+                    i = next(i for i, line in enumerate(block) if len(line) != len(names))
+                    raise ValueError(
+                        f"{file}: row {rows + i + 1} has {len(block[i])} fields, the header has "
+                        f"{len(names)}: {block[i]!r}"
+                    )
+                rows += len(block)
                 for arrays, cells in zip(blocks, zip(*block, strict=True), strict=True):
                     arrays.append(encode(cells))
         except csv.Error as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,7 +40,7 @@ class VectorCatalog(Catalog):
     vectors: npt.NDArray[np.float32] = field(default=None, compare=False)  # type: ignore[arg-type]
 
     def subset(self, rows: Sequence[int] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Self:
-        """Return the given rows, by number or by a mask, in the order given."""
+        """Return rows, by number or by a mask, in this order."""
         chosen = np.asarray(rows, dtype=None if len(rows) else np.int64)
         return replace(super().subset(rows), vectors=self.vectors[chosen])
 
@@ -56,16 +55,24 @@ class VectorCatalog(Catalog):
         vectors: Any,
         labels: Iterable[Any] | None,
         *,
+        splits: Iterable[Any] | None = None,
+        queries: Iterable[Any] | None = None,
+        galleries: Iterable[Any] | None = None,
+        paths: Iterable[Any] | None = None,
+        groups: Iterable[Any] | None = None,
         source: str = "vectors",
-        **others: Iterable[Any] | None,
     ) -> VectorCatalog:
         """Return a catalog of arrays.
 
         Args:
             vectors: [N, dim], of numbers.
             labels: N classes, texts or numbers.
+            splits: "train", "val" or "test" of each row.
+            queries: which rows are queries, with `galleries`.
+            galleries: which rows are searched.
+            paths: the image file of each row.
+            groups: anything coarser than a class.
             source: what to call them in errors.
-            others: optional, N ``splits``, ``queries`` and ``galleries``, ``paths``, ``groups``.
         """
         root = Path(source)
         array = np.asarray(vectors)
@@ -82,7 +89,8 @@ class VectorCatalog(Catalog):
             )
         if labels is None:
             raise UsageError(f"{source} has no labels. Add the class of each vector.")
-        fields = {"labels": labels, **others}
+        fields = {"labels": labels, "splits": splits, "queries": queries, "galleries": galleries}
+        fields |= {"paths": paths, "groups": groups}
         columns = {name: list(values) for name, values in fields.items() if values is not None}
         for name, values in columns.items():
             if len(values) != len(array):
@@ -91,20 +99,20 @@ class VectorCatalog(Catalog):
         missing = [str(row + 1) for row, label in enumerate(names) if label in MISSING]
         if missing:
             raise UsageError(f"{source}: no label in row {some(missing)}. Fill it in.")
-        paths = [str(path) for path in columns.get("paths", ())]
+        files = tuple(str(path) for path in columns.get("paths", ()))
         # The same image may have been embedded twice, or rows may have no name.
-        if not paths or max(Counter(paths).values()) > 1:
-            paths = [f"row {row + 1}" for row in range(len(array))]
-        else:
+        if len(set(files)) == len(array):
             root = root.parent
+        else:
+            files = tuple(f"row {row + 1}" for row in range(len(array)))
         roles: dict[str, Any] = {
             name: tuple(map(read, columns[name]))
             for name, read in (("queries", _flag), ("galleries", _flag), ("groups", str))
             if name in columns
         }
-        splits = tuple(str(split) for split in columns.get("splits", ["all"] * len(array)))
+        parts = tuple(str(split) for split in columns.get("splits", ["all"] * len(array)))
         try:
-            return cls(tuple(paths), names, splits, root, vectors=array, **roles)
+            return cls(files, names, parts, root, vectors=array, **roles)
         except ValueError as error:
             raise UsageError(f"{source}: {error}") from None
 
@@ -159,7 +167,7 @@ def parquet_columns(file: Path) -> dict[str, bool]:
 def _names_of(present: Collection[str]) -> dict[str, str]:
     """Return the name of each field that a file has."""
     names = {field: [n for n in known if n in present] for field, known in _NAMES.items()}
-    return {field: found[0] for field, found in names.items() if found}
+    return {field: matches[0] for field, matches in names.items() if matches}
 
 
 def label_names(labels: Iterable[Any]) -> tuple[str, ...]:
@@ -177,18 +185,18 @@ def load_arrays(file: Path, *fields: str) -> dict[str, Any]:
     """Read the vectors of a .npz file and those of `fields` that it has, or a .npy file."""
     zipped, trouble = file.suffix.lower() == ".npz", f"{file} is no NumPy file of plain arrays"
     try:
-        found = np.load(file, allow_pickle=False, mmap_mode="r")
-        if isinstance(found, np.ndarray) == zipped:
+        arrays = np.load(file, allow_pickle=False, mmap_mode="r")
+        if isinstance(arrays, np.ndarray) == zipped:
             raise UsageError(f"{file} is a .np{'y' if zipped else 'z'} file; rename it")
         if not zipped:
-            return {"vectors": found}
-        with found:
-            names = _names_of(found.files)
+            return {"vectors": arrays}
+        with arrays:
+            names = _names_of(arrays.files)
             for field in ("vectors", *({"labels"} & {*fields})):
                 if field not in names:
-                    raise UsageError(f"{file} has no array {field!r}; it has {some(found.files)}")
+                    raise UsageError(f"{file} has no array {field!r}; it has {some(arrays.files)}")
             trouble = f"{file}: an array cannot be read"
-            return {field: found[names[field]] for field in ("vectors", *fields) if field in names}
+            return {field: arrays[names[field]] for field in ("vectors", *fields) if field in names}
     except FileNotFoundError:
         raise UsageError(f"there is no file {file}") from None
     except (UsageError, MemoryError):
@@ -208,13 +216,12 @@ def _read_arrays(file: Path) -> tuple[Any, dict[str, Any]]:
             f"{file} has no labels: there is no {beside.name} beside it with a list of labels"
         )
     try:
-        found = read_json(beside, _LARGEST_JSON)
+        rows = read_json(beside, _LARGEST_JSON)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    lists = isinstance(found, dict) and all(isinstance(v, list) for v in found.values())
-    if not lists:
+    if not isinstance(rows, dict) or not all(isinstance(v, list) for v in rows.values()):
         raise UsageError(f"{beside} must hold lists: labels, optionally splits and paths")
-    return vectors, {name: found[name] for name in FIELDS.values() if name in found}
+    return vectors, {name: rows[name] for name in FIELDS.values() if name in rows}
 
 
 def _read_parquet(file: Path) -> tuple[Any, dict[str, Any]]:

@@ -306,7 +306,8 @@ def _finished_images(
         )
     for path, outputs in stale.items():
         for output in outputs:
-            output.unlink(missing_ok=True)
+            if output.resolve().is_relative_to(home.resolve()):
+                output.unlink(missing_ok=True)
         journal.execute("DELETE FROM aligned WHERE path = ?", [os.fsencode(path)])
     journal.commit()
     return finished

@@ -52,7 +52,7 @@ def glyphs(
     """Return the catalog of the glyph set, drawn on the first call and then cached.
 
     Args:
-        cache: folder to keep the images in; $PROXIMETRY_CACHE or ~/.cache/proximetry unless given.
+        cache: folder to keep the images in; $PROXIMETRY_CACHE or ~/.cache/proximetry by default.
         side: width and height of the images in pixels.
         train_fraction: the fraction of the characters marked "train"; the others are "test".
         seed: decides size, slant and place of every image, and which characters are which.
@@ -111,8 +111,8 @@ def load_face(face: str, size: int) -> ImageFont.FreeTypeFont:
 
 def _font_file(face: str) -> str:
     # matplotlib itself is not imported: only its files are needed.
-    found = find_spec("matplotlib")
-    origin = found.origin if found else None
+    spec = find_spec("matplotlib")
+    origin = spec.origin if spec else None
     home = Path(origin or need("matplotlib", "glyphs", "Drawing glyphs").__file__).parent
     return os.fspath(home / "mpl-data" / "fonts" / "ttf" / f"{face}.ttf")
 

@@ -1,9 +1,9 @@
 """Choose the characters of the glyph set; prints src/proximetry/data/datasets/characters.txt.
 
-    python tests/data/choose_characters.py > src/proximetry/data/datasets/characters.txt
+    python -m benchmarks.choose_characters > src/proximetry/data/datasets/characters.txt
 
 Taken are visible characters that at least twelve faces can draw, plain letters and signs before
-accented ones. Left out are those that look like one taken before: both cropped to their ink and
+accented ones. Excluded are those that look like one taken before: both cropped to their ink and
 scaled to one size, the ink they share over the ink of either is, on average over the faces, at
 least `LIMIT`; `CASE_LIMIT` for the two cases of a letter, whose strokes differ in weight when they
 are scaled to one size. So what differs only in size or height (c and C, full stop and middle dot),
@@ -13,7 +13,8 @@ only in code point (Latin, Greek and Cyrillic A) or by a hair (two accents) is o
 import unicodedata
 
 import numpy as np
-from PIL import Image
+import numpy.typing as npt
+from PIL import Image, ImageFont
 
 from proximetry.data.datasets.glyphs import FACES, face_characters, load_face
 
@@ -42,7 +43,7 @@ def _usable(character: str) -> bool:
     return category[0] not in "MZC" and category not in ("Lm", "Sk") and not poor
 
 
-def likeness(characters: list[str]) -> np.ndarray:
+def likeness(characters: list[str]) -> npt.NDArray[np.floating]:
     """Mean over the faces of shared ink / ink of either, for every pair."""
     total = np.zeros((len(characters), len(characters)), dtype=np.float32)
     faces = np.zeros_like(total)
@@ -61,7 +62,7 @@ def likeness(characters: list[str]) -> np.ndarray:
     return total / np.maximum(faces, 1)
 
 
-def _shape(font, character: str) -> np.ndarray:
+def _shape(font: ImageFont.FreeTypeFont, character: str) -> npt.NDArray[np.floating]:
     mask = font.getmask(character, mode="L")
     image = Image.frombytes("L", mask.size, bytes(mask))
     image = image.crop(image.getbbox())
@@ -80,7 +81,7 @@ def choose() -> list[str]:
     taken: list[int] = []
     other_case: list[int] = []
     for i, character in enumerate(characters):
-        # What looks like a letter left out for its case (Cyrillic c, after Latin C) goes too.
+        # What looks like a letter excluded for its case (Cyrillic c, after Latin C) goes too.
         if (alike[i, taken + other_case] >= LIMIT).any():
             continue
         twin = places.get(character.swapcase())
