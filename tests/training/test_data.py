@@ -193,16 +193,11 @@ def test_ranks_that_read_different_images_stop(recipe, monkeypatch):
         data.open_cache("pixels")
 
 
-<<<<<<< HEAD
 def test_pixels_that_exceed_gpu_memory_name_the_remedy(recipe, monkeypatch):
-=======
-def test_too_little_memory_on_the_gpu_is_a_run_error(recipe, monkeypatch):
     def run_out(tensor, device):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(torch.Tensor, "to", run_out)
->>>>>>> r4-data
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 10, 1 << 30))
     message = r"data\.cache gpu: the pixels need .* use data\.cache pixels or none"
     with pytest.raises(RunError, match=message):
         make_data(with_(recipe, "data", cache="gpu"), "cuda")
