@@ -254,7 +254,7 @@ def evaluate(
     vectors = [items.vectors for items in sets]
     if binary:
         sets = [replace(items, vectors=binary_codes(items.vectors)) for items in sets]
-    task = build_task(sets, "hamming" if binary else similarity).subset(share)
+    task = build_task(sets, "hamming" if binary else similarity, share)
     with full_precision(task.gallery.device):
         if expand:
             task = expand_task(task, int(expand), progress)

@@ -84,11 +84,11 @@ def _rows_within(budget: int, width: int, itemsize: int, depth: int) -> int:
 
 
 def _exclude(similarities: Tensor, task: Task, rows: Tensor) -> None:
-    if task.self_index is not None:
+    if task.groups is not None:
+        queries, gallery = task.groups
+        similarities.masked_fill_(queries[rows, None] == gallery, -torch.inf)
+    elif task.self_index is not None:
         similarities.scatter_(1, task.self_index[rows, None], -torch.inf)
-    if task.query_groups is not None and task.gallery_groups is not None:
-        same = task.query_groups[rows, None] == task.gallery_groups
-        similarities.masked_fill_(same, -torch.inf)
 
 
 def nearest(similarities: Tensor, depth: int) -> tuple[Tensor, Tensor]:
