@@ -20,7 +20,7 @@ from proximetry._util.types import IntArray, Progress, Similarity
 from proximetry.metrics._search.inputs import Embeddings, as_count, check_similarity, full_precision
 from proximetry.metrics._search.neighbors import search
 from proximetry.metrics._search.task import build_task, check_inputs
-from proximetry.metrics.reranking import distances_to
+from proximetry.metrics.reranking import similarities_of
 
 FORMAT = "proximetry.retrieval/1"
 _ARRAYS = ("ids", "similarities")
@@ -255,9 +255,8 @@ def retrieve(
             near = block.similarities
             if similarity == "euclidean":
                 # In 2 q·g − |q|² − |g|² half of their digits were lost.
-                vectors = sets[-1].vectors[block.rows]
-                near = -distances_to(vectors, sets[0].vectors, block.ids)
-                near = near.masked_fill(block.ids < 0, -torch.inf)
+                queries = sets[-1].vectors[block.rows]
+                near = similarities_of(queries, sets[0].vectors, block.ids, similarity)
             rows = block.rows.cpu().numpy()
             ids[rows] = block.ids.cpu().numpy()
             similarities[rows] = near.cpu().numpy()

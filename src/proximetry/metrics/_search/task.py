@@ -196,10 +196,10 @@ def build_task(sets: list[Items], similarity: Similarity, share: slice = slice(N
 
 @dataclass(frozen=True)
 class Block:
-    """Results of some queries: neighbors in order, and the rank of the first positive.
+    """Results of some queries: neighbors in order, and the rank of the first positive, from 1.
 
     Missing neighbors have id −1 and similarity −inf. For "euclidean", similarities are negative
-    squared distances in the units of the task. ``ranks`` start at 1; 0 means no positive.
+    squared distances.
     """
 
     rows: Tensor
