@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from proximetry._util.errors import shown
 from proximetry._util.labels import Labels
@@ -20,7 +19,7 @@ from proximetry._util.tensors import binary_codes, chunks
 from proximetry._util.types import FloatArray, IntArray, Progress, Similarity
 from proximetry.metrics._search.inputs import Embeddings, as_count, full_precision, normalize
 from proximetry.metrics._search.neighbors import search
-from proximetry.metrics._search.task import Task, build_task, check_inputs
+from proximetry.metrics._search.task import NEVER, Task, build_task, check_inputs, first_hits
 from proximetry.metrics.clustering import cluster
 from proximetry.metrics.distributed import gather_arrays, gather_sets
 from proximetry.metrics.intervals import Bounds, Interval, difference_bounds, mean_bounds, resample
@@ -38,7 +37,6 @@ from proximetry.metrics.verification import Verification
 
 # Rows scored together: a few running sums in float64 for each.
 SCORED_ROWS = {"cpu": 2048, "cuda": 65536}
-NEVER = torch.iinfo(torch.int64).max
 
 ResampleBy = Literal["class", "query"]
 
@@ -322,7 +320,7 @@ def score_result(result: RetrievalResult, metrics: Metrics) -> Evaluation:
                 f"{score.name} needs lists of {needed}, got {result.k}. Retrieve with k={needed}."
             )
     hits = torch.from_numpy(result.hits)
-    values = score_lists(hits, torch.from_numpy(result.positives), _first_hits(hits), metrics)
+    values = score_lists(hits, torch.from_numpy(result.positives), first_hits(hits), metrics)
     scores = {name: value.numpy() for name, value in values.items()}
     return Evaluation(scores, result.query_codes, result.classes, result.positives)
 
@@ -355,9 +353,8 @@ def _score_task(
                 if reorder is not None:
                     first = reorder(rows, ids[:, :candidates])
                     ids = torch.cat([first, ids[:, candidates:]], dim=1)
-                codes = task.query_codes[rows, None]
-                hits = (task.gallery_codes[ids.clamp_min(0)] == codes) & (ids >= 0)
-                ranks = _first_hits(hits)
+                hits = task.hits(rows, ids)
+                ranks = first_hits(hits)
                 if block.ranks is not None:
                     ranks = torch.where(ranks < NEVER, ranks, block.ranks[part])
                 for name, value in score_lists(hits, positives[rows], ranks, metrics).items():
@@ -366,8 +363,3 @@ def _score_task(
     gathered = gather_arrays({name: value.cpu().numpy() for name, value in arrays.items()}, group)
     query_codes, counts = gathered.pop("query_codes"), gathered.pop("positives")
     return Evaluation(gathered, query_codes, task.classes, counts)
-
-
-def _first_hits(hits: Tensor) -> Tensor:
-    """Return the rank of the first hit of each list, `NEVER` without one."""
-    return torch.where(hits.any(1), hits.to(torch.int8).argmax(1) + 1, NEVER)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -140,13 +140,17 @@ def middle(matrix: Tensor) -> Tensor:
     return matrix[:: max(1, len(matrix) // _SAMPLE)].median(0).values
 
 
+def join_labels(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Concatenate labels, which are all integers or all strings."""
+    filled = [array for array in arrays if len(array)] or arrays[:1]
+    if len({array.dtype.kind for array in filled}) > 1:
+        raise ValueError("some labels are integers and others are strings; use one kind for all")
+    return np.concatenate(filled)
+
+
 def encode(*arrays: npt.NDArray[Any]) -> tuple[list[IntArray], npt.NDArray[Any]]:
     """Return integer codes of each array and the distinct labels of all arrays by code."""
-    kinds = {array.dtype.kind for array in arrays if len(array)}
-    if len(kinds) > 1:
-        raise ValueError("some labels are integers and others are strings; use one kind for both")
-    filled = [array for array in arrays if len(array)] or [arrays[0]]
-    classes, codes = np.unique(np.concatenate(filled), return_inverse=True)
+    classes, codes = np.unique(join_labels(arrays), return_inverse=True)
     ends = np.cumsum([len(array) for array in arrays])[:-1]
     return [part.astype(np.int64) for part in np.split(codes.reshape(-1), ends)], classes
 

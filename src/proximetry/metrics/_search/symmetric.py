@@ -27,6 +27,7 @@ from proximetry._util.machine import torch_pool
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
 from proximetry.metrics._search.task import (
+    NEVER,
     Block,
     Task,
     find_copies,
@@ -41,7 +42,7 @@ TILE = 2048
 ROW_GROUP = 32
 COLUMN_GROUP = 8
 # Before and after all keys; a best positive that is always in front never leaves the list.
-WORST_KEY, NO_POSITIVE = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+WORST_KEY, NO_POSITIVE = torch.iinfo(torch.int64).min, NEVER
 # Candidates per item that are collected before they are merged into the lists together.
 MERGE_AFTER = 48
 # Threads that scan tiles at the same time; each holds one tile.
@@ -167,7 +168,7 @@ def _finish(state: _State, with_ranks: bool) -> Block:
         before = (state.keys > state.best[:, None]).sum(1)
         by_position = 1 + torch.where(state.lost(slice(None)), state.nearer, before)
         ranks = torch.empty_like(by_position)
-        ranks[state.items] = by_position.masked_fill(state.best == NO_POSITIVE, 0)
+        ranks[state.items] = by_position.masked_fill(state.best == NO_POSITIVE, NEVER)
     return Block(torch.arange(len(ids), device=ids.device), ids, values, ranks)
 
 

@@ -69,6 +69,11 @@ class Task:
         codes = self.gallery_codes
         return connected_components(len(self.classes), codes[later], codes[first])[codes]
 
+    def hits(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Return which of the neighbors ``ids`` of the queries ``rows`` are of their class."""
+        same = self.gallery_codes[ids.clamp_min(0)] == self.query_codes[rows, None]
+        return same & (ids >= 0)
+
     def positives(self) -> Tensor:
         """Return the number of gallery items of each query's class that are not excluded."""
         sizes = torch.bincount(self.gallery_codes, minlength=len(self.classes))[self.query_codes]
@@ -120,6 +125,14 @@ def connected_components(count: int, one: Tensor, two: Tensor) -> Tensor:
         if torch.equal(joined, components):
             return components
         components = joined
+
+
+NEVER = torch.iinfo(torch.int64).max
+
+
+def first_hits(hits: Tensor) -> Tensor:
+    """Return the rank of the first hit of each list, `NEVER` without one."""
+    return torch.where(hits.any(1), hits.to(torch.int8).argmax(1) + 1, NEVER)
 
 
 RawInputs = tuple[Embeddings | None, Labels | None, Labels | None]
@@ -196,10 +209,10 @@ def build_task(sets: list[Items], similarity: Similarity, share: slice = slice(N
 
 @dataclass(frozen=True)
 class Block:
-    """Results of some queries: neighbors in order, and the rank of the first positive, from 1.
+    """Results of some queries: neighbors in order, and the rank of the first positive.
 
     Missing neighbors have id −1 and similarity −inf. For "euclidean", similarities are negative
-    squared distances.
+    squared distances. Ranks start at 1; `NEVER` is none.
     """
 
     rows: Tensor
