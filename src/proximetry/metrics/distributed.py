@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch.distributed as dist
 
 from proximetry._util.tensors import gather_rows
@@ -15,7 +13,6 @@ from proximetry.metrics._search.inputs import join_labels
 from proximetry.metrics._search.task import Items
 
 T = TypeVar("T")
-Array = npt.NDArray[Any]
 
 
 def gather_sets(
@@ -54,14 +51,6 @@ def _check_agreement(sets: list[Items], group: dist.ProcessGroup) -> None:
     if len(set(shapes)) > 1:
         listed = "; ".join(f"process {rank}: {shape}" for rank, shape in enumerate(shapes))
         raise ValueError(f"the processes disagree about their embeddings ({listed})")
-
-
-def gather_arrays(arrays: dict[str, Array], group: dist.ProcessGroup | None) -> dict[str, Array]:
-    """Concatenate the per-query arrays of all processes, on every process."""
-    if group is None:
-        return arrays
-    parts = gather_objects(arrays, group)
-    return {name: np.concatenate([part[name] for part in parts]) for name in arrays}
 
 
 def together(task: Callable[[], T], group: dist.ProcessGroup | None) -> T:

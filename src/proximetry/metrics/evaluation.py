@@ -21,7 +21,7 @@ from proximetry.metrics._search.inputs import Embeddings, as_count, full_precisi
 from proximetry.metrics._search.neighbors import search
 from proximetry.metrics._search.task import NEVER, Task, build_task, check_inputs, first_hits
 from proximetry.metrics.clustering import cluster
-from proximetry.metrics.distributed import gather_arrays, gather_sets
+from proximetry.metrics.distributed import gather_objects, gather_sets
 from proximetry.metrics.intervals import Bounds, Interval, difference_bounds, mean_bounds, resample
 from proximetry.metrics.pair_lists import verify_classes
 from proximetry.metrics.reranking import (
@@ -359,7 +359,9 @@ def _score_task(
                     ranks = torch.where(ranks < NEVER, ranks, block.ranks[part])
                 for name, value in score_lists(hits, positives[rows], ranks, metrics).items():
                     values[name][rows] = value
-    arrays = {"query_codes": task.query_codes, "positives": positives, **values}
-    gathered = gather_arrays({name: value.cpu().numpy() for name, value in arrays.items()}, group)
-    query_codes, counts = gathered.pop("query_codes"), gathered.pop("positives")
-    return Evaluation(gathered, query_codes, task.classes, counts)
+    columns = [one.cpu().numpy() for one in (task.query_codes, positives, *values.values())]
+    if group is not None:
+        shares = zip(*gather_objects(columns, group), strict=True)
+        columns = [np.concatenate(share) for share in shares]
+    scores = dict(zip(values, columns[2:], strict=True))
+    return Evaluation(scores, columns[0], task.classes, columns[1])

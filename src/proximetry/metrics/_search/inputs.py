@@ -96,10 +96,8 @@ def as_embeddings(
 
 def _as_matrix(values: Embeddings | None, name: str, allow_empty: bool) -> Tensor:
     if isinstance(values, np.ndarray):
-        if values.dtype.kind not in "fiub":
-            raise ValueError(f"{name} must hold numbers, got an array of {values.dtype}")
-        if values.dtype.itemsize > 8:
-            raise ValueError(f"{name} is {values.dtype}; convert it to float64 first")
+        if values.dtype.kind not in "fiub" or values.dtype.itemsize > 8:
+            raise ValueError(f"{name} must be float32 or float64, got {values.dtype}")
         # torch takes no negative strides, no foreign byte order, and warns at read-only arrays.
         native = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
         matrix = torch.from_numpy(native if native.flags.writeable else native.copy())
@@ -109,8 +107,6 @@ def _as_matrix(values: Embeddings | None, name: str, allow_empty: bool) -> Tenso
         raise ValueError(
             f"{name} must be a torch tensor or a NumPy array, got {type(values).__name__}"
         )
-    if matrix.is_meta:
-        raise ValueError(f"{name} must hold values: a tensor on the device 'meta' has none")
     if matrix.ndim != 2:
         raise ValueError(
             f"{name} must be a matrix (items × dimensions), got shape {tuple(matrix.shape)}"
