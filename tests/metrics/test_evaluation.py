@@ -59,15 +59,12 @@ def test_equals_brute_force(rows, classes, seed, similarity, kind, dtype, groupe
         plain, plain, similarity, same_set=True, query_groups=groups, groups=groups
     )
     expected, without = brute.evaluate(lists, numbers, numbers, CUTOFFS)
+    options = {"similarity": similarity, "ignore_groups": groups, "metrics": EVERYTHING}
     if without == rows:
         with pytest.raises(ValueError, match=f"none of the {rows} queries has a positive"):
-            evaluate(
-                vectors, labels, similarity=similarity, ignore_groups=groups, metrics=EVERYTHING
-            )
+            evaluate(vectors, labels, **options)
         return
-    actual = evaluate(
-        vectors, labels, similarity=similarity, ignore_groups=groups, metrics=EVERYTHING
-    )
+    actual = evaluate(vectors, labels, **options)
     assert actual["queries"] == rows - without
     assert_equal(actual, expected, without)
 
