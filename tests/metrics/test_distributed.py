@@ -46,6 +46,13 @@ def cases(share):
         "cosine": (given["smooth"], numbers, {}),
         "expand": (given["smooth"], numbers, {"expand": 3}),
         "rerank": (given["smooth"], numbers, {"rerank": True}),
+        "codes": (given["smooth"], numbers, {"binary": True}),
+        "candidates": (given["smooth"], numbers, {"binary": True, "candidates": 7}),
+        "clustering": (
+            given["smooth"],
+            numbers,
+            {"metrics": Metrics(clustering=True, verification=True)},
+        ),
         "offset": (
             given["smooth"].astype(np.float32) + np.float32(3000),
             numbers,
@@ -81,6 +88,13 @@ def cases(share):
     }
 
 
+def summarize(vectors, labels, **options):
+    """Return the means, and a score of every query."""
+    evaluation = evaluate(vectors, labels, **{"metrics": CHOSEN, **options})
+    scores = np.nan_to_num(evaluation.scores["map@r"], nan=-1)
+    return {**evaluation, "queries": scores.tolist()}
+
+
 def faces():
     draw = np.random.default_rng(1)
     return draw.normal(size=(20, 8)), np.arange(20) // 3
@@ -109,18 +123,9 @@ def work(rank, file, out):
     for label, cuts in (("uneven", CUTS), ("empty", EMPTY)):
         share = slice(cuts[rank], cuts[rank + 1])
         for name, (vectors, labels, options) in cases(share).items():
-            options |= {"metrics": CHOSEN, "group": group}
-            actual[f"{label} {name}"] = evaluate(vectors, labels, **options).mean()
+            actual[f"{label} {name}"] = summarize(vectors, labels, **options, group=group)
     share = slice(CUTS[rank], CUTS[rank + 1])
     vectors, labels, _ = cases(share)["cosine"]
-    actual["clustering"] = evaluate(
-        vectors, labels, metrics=Metrics(clustering=True, verification=True), group=group
-    ).mean()
-    for candidates in (0, 7):
-        coded = evaluate(vectors, labels, binary=True, candidates=candidates, group=group)
-        actual[f"codes {candidates}"] = coded.scores["map@r"].tolist()
-    evaluation = evaluate(vectors, labels, group=group)
-    actual["per query"] = evaluation.scores["map@r"].tolist()
     for name, spoiled, spoiled_labels in (
         ("nan", np.where(rank == 1, np.nan, vectors), labels),
         ("width", vectors[:, : 8 - rank], labels),
@@ -161,28 +166,12 @@ def test_two_processes_equal_one(reports, label, name):
     vectors, labels, options = cases(slice(None))[name]
     if name == "queries":
         options["query_labels"] = query_label_order(CUTS if label == "uneven" else EMPTY)
-    assert reports[0][f"{label} {name}"] == evaluate(vectors, labels, **options, metrics=CHOSEN)
+    assert reports[0][f"{label} {name}"] == summarize(vectors, labels, **options)
 
 
 @pytest.mark.parametrize("label", ["uneven", "empty"])
 def test_queries_in_the_gallery_equal_a_search_of_all(reports, label):
     assert reports[0][f"{label} roles"] == reports[0][f"{label} plain"]
-
-
-def test_clustering_and_single_queries_equal_one_process(reports):
-    vectors, labels, _ = cases(slice(None))["cosine"]
-    assert reports[0]["clustering"] == evaluate(
-        vectors, labels, metrics=Metrics(clustering=True, verification=True)
-    )
-    expected = evaluate(vectors, labels).scores["map@r"]
-    np.testing.assert_array_equal(reports[0]["per query"], expected)
-
-
-@pytest.mark.parametrize("candidates", [0, 7])
-def test_codes_equal_one_process(reports, candidates):
-    vectors, labels, _ = cases(slice(None))["cosine"]
-    expected = evaluate(vectors, labels, binary=True, candidates=candidates).scores["map@r"]
-    np.testing.assert_array_equal(reports[0][f"codes {candidates}"], expected)
 
 
 def test_error_on_one_process_raises_on_all(reports):

@@ -24,7 +24,7 @@ def near(probe, others, similarity):
     return others @ probe / np.where(lengths == 0, 1, lengths)
 
 
-def brute_force(probes, labels, gallery, gallery_labels, distractors, similarity, own, slack=1e-12):
+def brute_force(probes, labels, gallery, gallery_labels, distractors, similarity, own):
     rows = []
     for i, label in enumerate(labels):
         pool = distractors
@@ -34,7 +34,7 @@ def brute_force(probes, labels, gallery, gallery_labels, distractors, similarity
         mates = near(probes[i], gallery, similarity)
         for j, other in enumerate(gallery_labels):
             if other == label and not (own and i == j):
-                rows.append((i, j, 1 + int((against >= mates[j] - slack).sum())))
+                rows.append((i, j, 1 + int((against >= mates[j] - 1e-12).sum())))
     return rows
 
 
@@ -91,20 +91,12 @@ def test_equals_brute_force_with_ties(data, similarity, own, closed):
     if own:
         gallery, gallery_labels = probes, labels
     distractors = None if closed else draw(data.draw(st.integers(1, 15)))
-    expected = brute_force(probes, labels, gallery, gallery_labels, distractors, similarity, own)
-    result = identify(
-        probes,
-        labels,
-        None if own else gallery,
-        None if own else gallery_labels,
-        distractors=distractors,
-        far=(0.5, 0.1, 0.02),
-        similarity=similarity,
-    )
+    given = probes, labels, gallery, gallery_labels, distractors, similarity, own
+    expected = brute_force(*given)
+    options = {"distractors": distractors, "far": (0.5, 0.1, 0.02), "similarity": similarity}
+    result = identify(*given[: 2 if own else 4], **options)
     for far in (0.5, 0.1, 0.02):
-        tar, pairs = brute_tar(
-            probes, labels, gallery, gallery_labels, distractors, similarity, own, far
-        )
+        tar, pairs = brute_tar(*given, far)
         assert result.impostor_pairs == pairs
         assert result.tar_at_far.get(far) == tar
         assert (far in result.unmeasurable_far) == (tar is None)
@@ -167,15 +159,8 @@ def test_real_numbers_over_many_tiles(similarity, dtype, tiny_tiles):
     probes = torch.randn(20, 9).to(dtype)
     labels = torch.arange(20) // 4
     distractors = torch.randn(57, 9).to(dtype)
-    expected = brute_force(
-        probes.double().numpy(),
-        labels.tolist(),
-        probes.double().numpy(),
-        labels.tolist(),
-        distractors.double().numpy(),
-        similarity,
-        own=True,
-    )
+    people = probes.double().numpy(), labels.tolist()
+    given = *people, *people, distractors.double().numpy(), similarity, True
     seen = []
     result = identify(
         probes,
@@ -185,16 +170,12 @@ def test_real_numbers_over_many_tiles(similarity, dtype, tiny_tiles):
         similarity=similarity,
         progress=lambda done, total: seen.append((done, total)),
     )
-    assert as_rows(result) == sorted(expected)
+    assert as_rows(result) == sorted(brute_force(*given))
     assert result.distractors == 57
     assert seen == [(done, 57) for done in (*range(4, 57, 4), 57)]
-    pairs = torch.cat([probes.double(), distractors.double()]).numpy()
+    assert result.impostor_pairs == 20 * 57
     for far in (0.5, 0.01):
-        expected, count = brute_tar(
-            pairs[:20], labels.tolist(), pairs[:20], labels.tolist(), pairs[20:], similarity, 1, far
-        )
-        assert result.tar_at_far[far] == expected
-        assert count == result.impostor_pairs == 20 * 57
+        assert (result.tar_at_far[far], 20 * 57) == brute_tar(*given, far)
 
 
 def test_copies_of_the_mate_tie_and_count_against_the_probe():

@@ -166,11 +166,8 @@ def test_pair_similarities(similarity, monkeypatch):
     }[similarity]
     actual = pair_similarities(vectors, pairs, similarity=similarity)
     np.testing.assert_allclose(actual.numpy(), expected, atol=1e-13)
-    half = pair_similarities(
-        torch.tensor(vectors, dtype=torch.float16),
-        torch.tensor(pairs),
-        similarity=similarity,
-    )
+    stored = torch.tensor(vectors, dtype=torch.float16)
+    half = pair_similarities(stored, torch.tensor(pairs), similarity=similarity)
     assert half.dtype == torch.float32
     np.testing.assert_allclose(half.numpy(), expected, atol=2e-2)
 

@@ -213,18 +213,20 @@ def kmeans(
     origin = middle(vectors)
     rows = vectors - origin  # an offset would cost digits
     with full_precision(rows.device):
-        trials = 2 + int(math.log(clusters))  # as in scikit-learn
-        start = _initial_centers(rows, clusters, trials, torch.Generator().manual_seed(seed))
-        assigned, centers, done, converged = _lloyd(rows, start, iterations)
+        centers = _initial_centers(rows, clusters, torch.Generator().manual_seed(seed))
+        assigned, done, converged = rows.new_empty(0), 0, False
+        while not converged and done < iterations:
+            previous, assigned = assigned, _fill_empty(rows, centers, _nearest(rows, centers))
+            converged = torch.equal(assigned, previous)
+            centers, done = _means(rows, assigned, centers), done + 1
         inertia = float(_distances(rows, centers, assigned).sum())
     centers = (centers.double() + origin).to(vectors.dtype)
     return KMeans(assigned.cpu().numpy(), centers.cpu().numpy(), inertia, done, converged)
 
 
-def _initial_centers(
-    rows: Tensor, clusters: int, trials: int, generator: torch.Generator
-) -> Tensor:
+def _initial_centers(rows: Tensor, clusters: int, generator: torch.Generator) -> Tensor:
     """Choose k-means++ centers among the rows, each the best of several draws."""
+    trials = 2 + int(math.log(clusters))  # as in scikit-learn
     squares = rows.square().sum(1)
     chosen = torch.randint(len(rows), (1,), generator=generator, device="cpu").tolist()
     distances = _squared_distances(rows, squares, torch.tensor(chosen, device=rows.device))[0]
@@ -245,16 +247,6 @@ def _squared_distances(rows: Tensor, squares: Tensor, chosen: Tensor) -> Tensor:
     """Return the squared distances of the chosen rows to all rows."""
     products = torch.addmm(squares, rows[chosen], rows.T, alpha=-2).add_(squares[chosen, None])
     return products.clamp_(min=0).scatter_(1, chosen[:, None], 0)
-
-
-def _lloyd(rows: Tensor, centers: Tensor, iterations: int) -> tuple[Tensor, Tensor, int, bool]:
-    """Return assignments, centers, the number of iterations and whether they converged."""
-    assigned, done, converged = rows.new_empty(0), 0, False
-    while not converged and done < iterations:
-        previous, assigned = assigned, _fill_empty(rows, centers, _nearest(rows, centers))
-        converged = torch.equal(assigned, previous)
-        centers, done = _means(rows, assigned, centers), done + 1
-    return assigned, centers, done, converged
 
 
 def _distances(rows: Tensor, centers: Tensor, assigned: Tensor) -> Tensor:

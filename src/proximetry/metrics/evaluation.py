@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from proximetry._util.errors import shown
 from proximetry._util.labels import Labels
@@ -20,9 +19,9 @@ from proximetry._util.tensors import binary_codes, chunks
 from proximetry._util.types import FloatArray, IntArray, Progress, Similarity
 from proximetry.metrics._search.inputs import Embeddings, as_count, full_precision, normalize
 from proximetry.metrics._search.neighbors import search
-from proximetry.metrics._search.task import Task, build_task, check_inputs
+from proximetry.metrics._search.task import NEVER, Task, build_task, check_inputs, first_hits
 from proximetry.metrics.clustering import cluster
-from proximetry.metrics.distributed import gather_arrays, gather_sets
+from proximetry.metrics.distributed import gather_objects, gather_sets
 from proximetry.metrics.intervals import Bounds, Interval, difference_bounds, mean_bounds, resample
 from proximetry.metrics.pair_lists import verify_classes
 from proximetry.metrics.reranking import (
@@ -38,7 +37,6 @@ from proximetry.metrics.verification import Verification
 
 # Rows scored together: a few running sums in float64 for each.
 SCORED_ROWS = {"cpu": 2048, "cuda": 65536}
-NEVER = torch.iinfo(torch.int64).max
 
 ResampleBy = Literal["class", "query"]
 
@@ -254,7 +252,7 @@ def evaluate(
     vectors = [items.vectors for items in sets]
     if binary:
         sets = [replace(items, vectors=binary_codes(items.vectors)) for items in sets]
-    task = build_task(sets, "hamming" if binary else similarity).subset(share)
+    task = build_task(sets, "hamming" if binary else similarity, share)
     with full_precision(task.gallery.device):
         if expand:
             task = expand_task(task, int(expand), progress)
@@ -322,7 +320,7 @@ def score_result(result: RetrievalResult, metrics: Metrics) -> Evaluation:
                 f"{score.name} needs lists of {needed}, got {result.k}. Retrieve with k={needed}."
             )
     hits = torch.from_numpy(result.hits)
-    values = score_lists(hits, torch.from_numpy(result.positives), _first_hits(hits), metrics)
+    values = score_lists(hits, torch.from_numpy(result.positives), first_hits(hits), metrics)
     scores = {name: value.numpy() for name, value in values.items()}
     return Evaluation(scores, result.query_codes, result.classes, result.positives)
 
@@ -355,19 +353,15 @@ def _score_task(
                 if reorder is not None:
                     first = reorder(rows, ids[:, :candidates])
                     ids = torch.cat([first, ids[:, candidates:]], dim=1)
-                codes = task.query_codes[rows, None]
-                hits = (task.gallery_codes[ids.clamp_min(0)] == codes) & (ids >= 0)
-                ranks = _first_hits(hits)
+                hits = task.hits(rows, ids)
+                ranks = first_hits(hits)
                 if block.ranks is not None:
                     ranks = torch.where(ranks < NEVER, ranks, block.ranks[part])
                 for name, value in score_lists(hits, positives[rows], ranks, metrics).items():
                     values[name][rows] = value
-    arrays = {"query_codes": task.query_codes, "positives": positives, **values}
-    gathered = gather_arrays({name: value.cpu().numpy() for name, value in arrays.items()}, group)
-    query_codes, counts = gathered.pop("query_codes"), gathered.pop("positives")
-    return Evaluation(gathered, query_codes, task.classes, counts)
-
-
-def _first_hits(hits: Tensor) -> Tensor:
-    """Return the rank of the first hit of each list, `NEVER` without one."""
-    return torch.where(hits.any(1), hits.to(torch.int8).argmax(1) + 1, NEVER)
+    columns = [one.cpu().numpy() for one in (task.query_codes, positives, *values.values())]
+    if group is not None:
+        shares = zip(*gather_objects(columns, group), strict=True)
+        columns = [np.concatenate(share) for share in shares]
+    scores = dict(zip(values, columns[2:], strict=True))
+    return Evaluation(scores, columns[0], task.classes, columns[1])

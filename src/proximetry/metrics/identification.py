@@ -5,8 +5,10 @@ least as near to the probe as the mate. Distractors are compared in tiles, so me
 with their number.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -127,24 +129,24 @@ def identify(
         allowed_accepts(rate, 1)  # raises for invalid rates
     raw = (probes, probe_labels, ignore_groups), (gallery, gallery_labels, gallery_ignore_groups)
     trials = _Trials(check_inputs(similarity, *raw, names=_NAMES), similarity)
-    count = len(trials.left)
-    excluded = trials.excluded_pairs() if distractors is None else 0
     total = len(trials.right) if distractors is None else _count(distractors, group)
-    limit = allowed_accepts(max(far), count * total - excluded) if far and total else None
-    accepts = _FalseAccepts(trials.scores, limit, enabled=bool(far))
+    # More false accepts than at the highest rate need not be counted.
+    limit = allowed_accepts(max(far), len(trials.left) * total) if total and far else math.inf
     with full_precision(trials.left.device):
         tiles = trials.gallery_tiles(group) if distractors is None else trials.tiles(distractors)
-        report = None if progress is None else lambda seen: progress(seen, total or 0)
-        outranked, seen = together(lambda: trials.compare(tiles, accepts, report), group)
+        report = None if progress is None else lambda seen: progress(seen, total)
+        compare = partial(trials.compare, tiles, limit if far else -1, report)
+        outranked, accepted, seen, impostors = together(compare, group)
     if group is not None:
-        seen = sum(gather_objects(seen, group))
-        for counts in (outranked, accepts.counts):
+        shares = gather_objects((seen, impostors), group)
+        seen, impostors = (sum(share) for share in zip(*shares, strict=True))
+        for counts in (outranked, accepted):
             dist.all_reduce(counts, group=group)
     if not seen:
         raise ValueError("distractors is empty. Omit it to use the gallery instead.")
     places = trials.ranks(outranked)
-    impostors = count * seen - excluded
-    tar = {rate: accepts.tar(allowed_accepts(rate, impostors)) for rate in far}
+    allowed = {rate: allowed_accepts(rate, impostors) for rate in far}
+    accepts = _from_each(accepted)
     return Identification(
         trials.probe.cpu().numpy(),
         trials.mate.cpu().numpy(),
@@ -153,8 +155,8 @@ def identify(
         seen,
         int((trials.mates == 0).sum()),
         impostors,
-        {rate: value for rate, value in tar.items() if value is not None},
-        tuple(rate for rate, value in tar.items() if value is None),
+        {rate: float((accepts <= most).double().mean()) for rate, most in allowed.items() if most},
+        tuple(rate for rate, most in allowed.items() if not most),
     )
 
 
@@ -211,12 +213,6 @@ class _Trials:
             return lengths[self.probe] * others.max()  # a short mate may tie with a long distractor
         return torch.square(lengths[self.probe] + others[self.mate])
 
-    def excluded_pairs(self) -> int:
-        """Return the number of pairs with a gallery row that are not impostor pairs."""
-        probes, gallery = self.groups[0], self.groups[-1]
-        sizes = torch.bincount(gallery, minlength=int(probes.max()) + 1)
-        return len(self.probe) + int(sizes[probes].sum())
-
     def gallery_tiles(self, group: dist.ProcessGroup | None) -> Iterator[_Tile]:
         """Yield the gallery in tiles; with a group, the share of this process."""
         slices = list(chunks(len(self.right), by_device(self.device, **_DISTRACTORS)))
@@ -227,91 +223,71 @@ class _Trials:
     def tiles(self, distractors: Embeddings | Iterable[Embeddings]) -> Iterator[_Tile]:
         """Yield the distractors in tiles; only one tile at a time is converted."""
         single = isinstance(distractors, Tensor | np.ndarray)
-        size, dim = by_device(self.device, **_DISTRACTORS), self.dim
+        size = by_device(self.device, **_DISTRACTORS)
         for number, block in enumerate([distractors] if single else distractors):
             where = "distractors" if single else f"distractors, block {number}"
             for at in chunks(len(block), size):
                 name = where if len(block) <= size else f"{where}[{at.start}:{at.stop}]"
                 part = as_vectors(block[at], self.similarity, name)
-                if part.shape[1] != dim:
+                if part.shape[1] != self.dim:
                     raise ValueError(
-                        f"{where} has {part.shape[1]} dimensions, the probes have {dim}"
+                        f"{where} has {part.shape[1]} dimensions, the probes have {self.dim}"
                     )
                 part = part.to(self.device, torch.float64)
                 yield project(part, part, self.similarity)[1], None
 
     def compare(
-        self,
-        tiles: Iterable[_Tile],
-        accepts: "_FalseAccepts",
-        progress: Callable[[int], None] | None,
-    ) -> tuple[Tensor, int]:
-        """Count the distractors that outrank exactly the j farthest mates of a probe, [probes, j].
+        self, tiles: Iterable[_Tile], limit: float, progress: Callable[[int], None] | None
+    ) -> tuple[Tensor, Tensor, int, int]:
+        """Count distractors between the similarities of mates.
 
-        Return these counts and the number of distractors.
+        Return the number of distractors that outrank exactly the j farthest mates of a probe
+        [probes, j]; the number of impostor pairs accepted at exactly the j lowest similarities of
+        all trials [j], unless ``limit`` pairs are accepted there already; and the numbers of
+        distractors and of impostor pairs.
         """
-        width = self.thresholds.shape[1] + 1
-        counts = torch.zeros((len(self.left), width), dtype=torch.int64, device=self.device)
-        seen = 0
+        width, thresholds = self.thresholds.shape[1] + 1, self.scores.sort().values
+        counts = self.probe.new_zeros((len(self.left), width))
+        accepted = self.probe.new_zeros(len(thresholds) + 1)
+        seen = impostors = 0
         for others, at in tiles:
             seen += len(others)
+            counted = thresholds[_from_each(accepted) <= limit]
+            lowest = float(counted[0]) if len(counted) else torch.inf
             for rows in chunks(len(self.left), by_device(self.device, **_PROBES)):
                 scores = self.left[rows] @ others.T
+                impostors += scores.numel()
                 if at is not None:
                     excluded = self.labels[0][rows, None] == self.labels[-1][at]
                     excluded |= self.groups[0][rows, None] == self.groups[-1][at]
                     scores.masked_fill_(excluded, -torch.inf)
-                accepts.add(scores)
+                    impostors -= int(excluded.sum())
+                near = torch.searchsorted(thresholds, scores[scores >= lowest], right=True)
+                accepted += torch.bincount(near, minlength=len(accepted))
                 outranked = torch.searchsorted(self.thresholds[rows], scores, right=True)
                 outranked += width * torch.arange(len(scores), device=self.device)[:, None]
                 tallies = torch.bincount(outranked.view(-1), minlength=len(scores) * width)
                 counts[rows] += tallies.view(-1, width)
-            accepts.prune()
             if progress is not None:
                 progress(seen)
-        return counts, seen
+        return counts, accepted, seen, impostors
 
     def ranks(self, outranked: Tensor) -> IntArray:
         """Return the rank of each trial from the counts of `compare`."""
         # A distractor that outranks a near mate outranks all farther mates of that probe too.
-        nearer = outranked.flip(1).cumsum(1).flip(1)[:, 1:]
+        nearer = _from_each(outranked)
         ranks = torch.empty_like(nearer).scatter_(1, self.order, 1 + nearer)
         return ranks[self.filled].cpu().numpy()
 
 
-class _FalseAccepts:
-    """The number of impostor pairs accepted at the similarity of each trial."""
-
-    def __init__(self, scores: Tensor, limit: int | None, *, enabled: bool) -> None:
-        self.thresholds = scores.sort().values
-        self.counts = torch.zeros(len(scores) + 1, dtype=torch.int64, device=scores.device)
-        self._limit = limit  # at the highest rate; None if the number of distractors is unknown
-        self._lowest = float(self.thresholds[0]) if enabled else torch.inf
-
-    def add(self, scores: Tensor) -> None:
-        """Count the pairs of a tile."""
-        near = torch.searchsorted(self.thresholds, scores[scores >= self._lowest], right=True)
-        self.counts += torch.bincount(near, minlength=len(self.counts))
-
-    def prune(self) -> None:
-        """Stop counting below thresholds that already accept more pairs than the limit."""
-        if self._limit is not None:
-            remaining = self.thresholds[self._accepted() <= self._limit]
-            self._lowest = float(remaining[0]) if len(remaining) else torch.inf
-
-    def tar(self, limit: int) -> float | None:
-        """Return the largest fraction of trials accepted within the limit; None for 0."""
-        return float((self._accepted() <= limit).double().mean()) if limit else None
-
-    def _accepted(self) -> Tensor:
-        return self.counts.flip(0).cumsum(0).flip(0)[1:]
+def _from_each(counts: Tensor) -> Tensor:
+    """Return the sums of counts from 1, 2, … to the last, along the last dimension."""
+    return counts.flip(-1).cumsum(-1).flip(-1)[..., 1:]
 
 
-def _count(
-    distractors: Embeddings | Iterable[Embeddings], group: dist.ProcessGroup | None
-) -> int | None:
-    """Return the number of distractors on all processes, None if one of them streams."""
+def _count(distractors: Embeddings | Iterable[Embeddings], group: dist.ProcessGroup | None) -> int:
+    """Return the number of distractors on all processes, 0 if one of them streams."""
     local = len(distractors) if isinstance(distractors, Tensor | np.ndarray) else None
     counts = [local] if group is None else gather_objects(local, group)
     known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+    return sum(known) if len(known) == len(counts) else 0

@@ -226,12 +226,10 @@ def _as_pairs(pairs: Tensor | npt.ArrayLike, count: int) -> Tensor:
         raise ValueError(f"pairs must be [M, 2] with at least one pair, got shape {array.shape}")
     if array.dtype.kind not in "iu":
         raise ValueError(f"pairs must be integers (row numbers), got {array.dtype}")
-    outside = np.flatnonzero(((array < 0) | (array >= count)).any(1))
-    if len(outside):
-        first = outside[0]
-        raise ValueError(
-            f"pair {first} is {tuple(array[first].tolist())}, outside the rows 0 to {count - 1}"
-        )
+    outside = ((array < 0) | (array >= count)).any(1)
+    if outside.any():
+        pair = f"pair {outside.argmax()} is {tuple(array[outside][0].tolist())}"
+        raise ValueError(f"{pair}, outside the rows 0 to {count - 1}")
     return torch.from_numpy(array.astype(np.int64))
 
 
@@ -269,9 +267,9 @@ def templates(
     values = values.astype(np.float64)
     if values.shape != codes.shape:
         raise ValueError(f"weights has shape {values.shape}, expected one per row {codes.shape}")
-    wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
-    if len(wrong):
-        raise ValueError(f"weights must be finite and not negative; row {wrong[0]} is not")
+    valid = np.isfinite(values) & (values >= 0)
+    if not valid.all():
+        raise ValueError(f"weights must be finite and not negative; row {valid.argmin()} is not")
     totals = np.bincount(codes, values)
     if (totals == 0).any():
         raise ValueError(f"all weights of template {ids[totals == 0][0].item()!r} are 0")

@@ -63,17 +63,13 @@ def separability(proxies: Embeddings) -> Separability:
     pairs of proxies of two different classes. The cosine with a row of zeros counts as 0.
     """
     shape = tuple(getattr(proxies, "shape", ()))
-    if len(shape) not in (2, 3):
+    if len(shape) not in (2, 3) or shape[0] < 2 or 0 in shape:
         raise ValueError(
             "proxies must be an array [classes, dimensions] or [classes, proxies per class, "
-            f"dimensions], got {f'shape {shape}' if shape else type(proxies).__name__}"
+            "dimensions] with at least two classes and at least one proxy of each, got "
+            f"{f'shape {shape}' if shape else type(proxies).__name__}"
         )
     classes, per_class = shape[0], shape[1] if len(shape) == 3 else 1
-    if classes < 2 or per_class < 1:
-        raise ValueError(
-            "separability compares classes: it needs at least two of them with at least one "
-            f"proxy each, got shape {shape}"
-        )
     name = "proxies" if per_class == 1 else f"proxies (row = class · {per_class} + proxy)"
     rows = as_embeddings(proxies.reshape(classes * per_class, shape[-1]), name)
     with full_precision(rows.device):

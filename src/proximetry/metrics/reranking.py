@@ -191,32 +191,31 @@ def expand_task(task: Task, count: int, progress: Progress | None) -> Task:
 
 
 def by_vectors(queries: Tensor, gallery: Tensor, similarity: str) -> Reorder:
-    """Order candidates by the similarity of their vectors, computed in float64."""
+    """Order candidates by the similarity of their vectors."""
     if similarity == "cosine":
         queries, gallery = normalize(queries), normalize(gallery)
 
     def reorder(rows: Tensor, ids: Tensor) -> Tensor:
-        scores = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
-        for part in chunks(len(rows), _rows(ids, gallery)):
-            query = queries[rows[part]].double().unsqueeze(1)
-            near = gallery[ids[part].clamp_min(0)].double()
-            if similarity == "euclidean":
-                scores[part] = -(near - query).square().sum(2).float()
-            else:
-                scores[part] = (near * query).sum(2).float()
-        return _in_order(ids, scores)
+        scores = similarities_of(queries[rows], gallery, ids, similarity)
+        return _in_order(ids, scores.float())
 
     return reorder
 
 
-def distances_to(queries: Tensor, gallery: Tensor, ids: Tensor) -> Tensor:
-    """Euclidean distances of queries to their candidates, in float64 from the differences."""
-    distances = torch.empty(ids.shape, dtype=torch.float64, device=ids.device)
+def similarities_of(queries: Tensor, gallery: Tensor, ids: Tensor, similarity: str) -> Tensor:
+    """Return dot products or negative distances of queries and their candidates, in float64.
+
+    Distances come from the differences. Missing candidates have −inf.
+    """
+    scores = torch.empty(ids.shape, dtype=torch.float64, device=ids.device)
     for part in chunks(len(ids), _rows(ids, gallery)):
         query = queries[part].double().unsqueeze(1)
         near = gallery[ids[part].clamp_min(0)].double()
-        distances[part] = torch.cdist(query, near, compute_mode=_BY_DIFFERENCES)[:, 0]
-    return distances
+        if similarity == "euclidean":
+            scores[part] = -torch.cdist(query, near, compute_mode=_BY_DIFFERENCES)[:, 0]
+        else:
+            scores[part] = (near * query).sum(2)
+    return scores.masked_fill_(ids < 0, -torch.inf)
 
 
 def by_k_reciprocity(task: Task, progress: Progress | None) -> Reorder:
@@ -228,17 +227,16 @@ def by_k_reciprocity(task: Task, progress: Progress | None) -> Reorder:
 
     def reorder(rows: Tensor, ids: Tensor) -> Tensor:
         nonlocal done
-        scores = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+        scores = torch.full(ids.shape, -torch.inf, dtype=torch.float32, device=ids.device)
         counts = (ids >= 0).sum(1)
         for count in set(counts.tolist()):  # a list may end early
             places = (counts == count).nonzero()[:, 0]
             size = by_device(ids.device, **_RERANKED_ENTRIES) // (count + 1) ** 2
             for part in places.split(max(1, size)):
-                if count:
-                    near = gallery[ids[part, :count]]
-                    items = torch.cat([queries[rows[part], None], near], dim=1).double()
-                    distances = _k_reciprocal(items, 1, K1, K2, WEIGHT)
-                    scores[part, :count] = -distances[:, 0].float()
+                near = gallery[ids[part, :count]]
+                items = torch.cat([queries[rows[part], None], near], dim=1).double()
+                distances = _k_reciprocal(items, 1, K1, K2, WEIGHT)
+                scores[part, :count] = -distances[:, 0].float()
                 done += len(part)
                 if progress is not None:
                     progress(done, len(queries))
@@ -253,8 +251,7 @@ def _rows(ids: Tensor, vectors: Tensor) -> int:
 
 
 def _in_order(ids: Tensor, scores: Tensor) -> Tensor:
-    """Return candidates by falling score, ties by index, missing ones last."""
-    scores = scores.masked_fill(ids < 0, -torch.inf)
+    """Return candidates by falling score, ties by index."""
     ids, by_id = ids.sort(dim=1)
     order = scores.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices
     return ids.gather(1, order)

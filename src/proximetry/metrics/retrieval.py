@@ -17,15 +17,12 @@ import torch
 from proximetry._util.files import atomic_path
 from proximetry._util.labels import Labels
 from proximetry._util.types import IntArray, Progress, Similarity
-from proximetry.metrics._search.inputs import Embeddings, as_count, check_similarity, full_precision
+from proximetry.metrics._search.inputs import Embeddings, as_count, full_precision
 from proximetry.metrics._search.neighbors import search
 from proximetry.metrics._search.task import build_task, check_inputs
-from proximetry.metrics.reranking import distances_to
+from proximetry.metrics.reranking import similarities_of
 
 FORMAT = "proximetry.retrieval/1"
-_ARRAYS = ("ids", "similarities")
-_LABELS = ("query_codes", "gallery_codes", "classes", "positives")
-_ABOUT = ("gallery_size", "similarity", "is_self_search")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,24 +54,6 @@ class RetrievalResult:
     gallery_codes: IntArray | None = None
     classes: npt.NDArray[Any] | None = None
     positives: IntArray | None = None
-
-    def __post_init__(self) -> None:
-        check_similarity(self.similarity)
-        if self.ids.ndim != 2 or self.ids.shape != self.similarities.shape:
-            raise ValueError(
-                f"ids {self.ids.shape} and similarities {self.similarities.shape} must be "
-                "matrices of one shape"
-            )
-        count = len(self.ids)
-        lengths = {"query_codes": count, "positives": count, "gallery_codes": self.gallery_size}
-        for name, length in lengths.items():
-            values = getattr(self, name)
-            if (values is None) != (self.classes is None):
-                raise ValueError(f"give all of {', '.join(_LABELS)}, or none")
-            if values is not None and len(values) != length:
-                raise ValueError(f"{name} has {len(values)} entries, expected {length}")
-        if ((self.ids < -1) | (self.ids >= self.gallery_size)).any():
-            raise ValueError(f"ids must lie between −1 and {self.gallery_size - 1}")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -179,9 +158,13 @@ class RetrievalResult:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write one ``.npz`` file atomically."""
         target = Path(path)
-        about = {"format": FORMAT} | {name: getattr(self, name) for name in _ABOUT}
-        names = _ARRAYS if self.classes is None else _ARRAYS + _LABELS
-        arrays: dict[str, Any] = {name: getattr(self, name) for name in names}
+        about: dict[str, Any] = {"format": FORMAT}
+        arrays: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, np.ndarray):
+                arrays[name] = value
+            elif value is not None:
+                about[name] = value
         arrays["about"] = np.array(json.dumps(about))
         with atomic_path(target) as part, part.open("wb") as file:
             np.savez_compressed(file, **arrays)
@@ -193,10 +176,9 @@ class RetrievalResult:
         try:
             with np.load(path, allow_pickle=False) as file:
                 about = json.loads(str(file["about"]))
-                if about["format"] != FORMAT:
-                    raise ValueError(f"format {about['format']!r}, this version reads {FORMAT!r}")
-                arrays = {name: file[name] for name in _ARRAYS + _LABELS if name in file}
-            return cls(**arrays, **{name: about[name] for name in _ABOUT})
+                if (version := about.pop("format")) != FORMAT:
+                    raise ValueError(f"format {version!r}, this version reads {FORMAT!r}")
+                return cls(**{name: file[name] for name in file if name != "about"}, **about)
         except FileNotFoundError:
             raise
         except Exception as error:
@@ -255,9 +237,8 @@ def retrieve(
             near = block.similarities
             if similarity == "euclidean":
                 # In 2 q·g − |q|² − |g|² half of their digits were lost.
-                vectors = sets[-1].vectors[block.rows]
-                near = -distances_to(vectors, sets[0].vectors, block.ids)
-                near = near.masked_fill(block.ids < 0, -torch.inf)
+                queries = sets[-1].vectors[block.rows]
+                near = similarities_of(queries, sets[0].vectors, block.ids, similarity)
             rows = block.rows.cpu().numpy()
             ids[rows] = block.ids.cpu().numpy()
             similarities[rows] = near.cpu().numpy()

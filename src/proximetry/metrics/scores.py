@@ -105,10 +105,9 @@ def _cutoffs(values: Any, name: str) -> tuple[int, ...]:
     several = isinstance(values, Iterable) and not isinstance(values, str)
     numbers = tuple(values) if several else (values,)
     for number in numbers:
-        if not is_whole(number):
-            raise UsageError(f"{name} must hold whole numbers from 1 up, got {number!r}")
-        if number > _LARGEST_CUTOFF:
-            raise UsageError(f"{name} must hold numbers up to {_LARGEST_CUTOFF}, got {number!r}")
+        if not is_whole(number) or number > _LARGEST_CUTOFF:
+            limits = f"from 1 to {_LARGEST_CUTOFF}"
+            raise UsageError(f"{name} must hold whole numbers {limits}, got {number!r}")
     return tuple(sorted({int(number) for number in numbers}))
 
 

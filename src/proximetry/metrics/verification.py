@@ -71,28 +71,18 @@ class Verification:
         )
 
 
-@dataclass(frozen=True)
 class _Tally:
     """Numbers of accepted pairs of either kind at each threshold; the last accepts all."""
 
-    different: IntArray
-    same: IntArray
-    thresholds: FloatArray
-
-    @classmethod
-    def of(cls, values: FloatArray, truth: npt.NDArray[np.bool_]) -> "_Tally":
+    def __init__(self, values: FloatArray, truth: npt.NDArray[np.bool_]) -> None:
         order = np.argsort(-values, kind="stable")
         values, truth = values[order], truth[order]
         # Pairs with equal similarity are accepted together: a point only where the value changes.
         last = np.append(np.flatnonzero(np.diff(values)), len(values) - 1)
         same = np.cumsum(truth)[last]
-        return cls(
-            np.append(0, last + 1 - same), np.append(0, same), np.append(np.inf, values[last])
-        )
-
-    @property
-    def totals(self) -> tuple[int, int]:
-        return int(self.different[-1]), int(self.same[-1])
+        self.different, self.same = np.append(0, last + 1 - same), np.append(0, same)
+        self.thresholds = np.append(np.inf, values[last])
+        self.totals = int(self.different[-1]), int(self.same[-1])
 
     def roc(self) -> Roc:
         different, same = self.totals
@@ -144,18 +134,16 @@ def allowed_accepts(far: float, different: int) -> int:
 
 def _checked(similarities: Values, same: Truth) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
     values, truth = as_array(similarities, "similarities"), as_array(same, "same")
-    if values.dtype.kind not in "biuf":
-        raise ValueError(f"similarities must be numbers, got {values.dtype}")
+    if values.dtype.kind not in "biuf" or values.ndim != 1 or not len(values):
+        got = f"{values.dtype} of shape {values.shape}"
+        raise ValueError(f"similarities must be a list of numbers, got {got}")
     values = values.astype(np.float64)
-    if values.ndim != 1 or not len(values):
-        raise ValueError(f"similarities must be a list of numbers, got shape {values.shape}")
     if truth.shape != values.shape:
         raise ValueError(f"same has shape {truth.shape} for {len(values)} similarities")
     if truth.dtype.kind not in "biu" or not np.isin(truth, (0, 1)).all():
         raise ValueError("same must be True or False (1 or 0) for every pair")
-    wrong = np.flatnonzero(~np.isfinite(values))
-    if len(wrong):
-        rows = some(map(str, wrong))
+    if not np.isfinite(values).all():
+        rows = some(map(str, np.flatnonzero(~np.isfinite(values))))
         raise ValueError(f"similarities has NaN or infinite values in rows {rows}")
     truth = truth.astype(np.bool_)
     if truth.all() or not truth.any():
@@ -166,7 +154,7 @@ def _checked(similarities: Values, same: Truth) -> tuple[FloatArray, npt.NDArray
 
 
 def _tally(similarities: Values, same: Truth) -> _Tally:
-    return _Tally.of(*_checked(similarities, same))
+    return _Tally(*_checked(similarities, same))
 
 
 def roc(similarities: Values, same: Truth) -> Roc:
@@ -226,9 +214,9 @@ def verify(
     thresholds, accuracies = np.empty(len(names)), np.empty(len(names))
     for fold in range(len(names)):
         inside = parts == fold
-        thresholds[fold] = _Tally.of(values[~inside], truth[~inside]).best_threshold()
+        thresholds[fold] = _Tally(values[~inside], truth[~inside]).best_threshold()
         accuracies[fold] = np.mean((values[inside] >= thresholds[fold]) == truth[inside])
-    tally = _Tally.of(values, truth)
+    tally = _Tally(values, truth)
     rates = {rate: tally.tar_at_far(rate) for rate in far}
     return Verification(
         accuracy=float(accuracies.mean()),

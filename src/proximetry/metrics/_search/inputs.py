@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -96,10 +96,8 @@ def as_embeddings(
 
 def _as_matrix(values: Embeddings | None, name: str, allow_empty: bool) -> Tensor:
     if isinstance(values, np.ndarray):
-        if values.dtype.kind not in "fiub":
-            raise ValueError(f"{name} must hold numbers, got an array of {values.dtype}")
-        if values.dtype.itemsize > 8:
-            raise ValueError(f"{name} is {values.dtype}; convert it to float64 first")
+        if values.dtype.kind not in "fiub" or values.dtype.itemsize > 8:
+            raise ValueError(f"{name} must be float32 or float64, got {values.dtype}")
         # torch takes no negative strides, no foreign byte order, and warns at read-only arrays.
         native = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
         matrix = torch.from_numpy(native if native.flags.writeable else native.copy())
@@ -109,8 +107,6 @@ def _as_matrix(values: Embeddings | None, name: str, allow_empty: bool) -> Tenso
         raise ValueError(
             f"{name} must be a torch tensor or a NumPy array, got {type(values).__name__}"
         )
-    if matrix.is_meta:
-        raise ValueError(f"{name} must hold values: a tensor on the device 'meta' has none")
     if matrix.ndim != 2:
         raise ValueError(
             f"{name} must be a matrix (items × dimensions), got shape {tuple(matrix.shape)}"
@@ -140,13 +136,17 @@ def middle(matrix: Tensor) -> Tensor:
     return matrix[:: max(1, len(matrix) // _SAMPLE)].median(0).values
 
 
+def join_labels(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Concatenate labels, which are all integers or all strings."""
+    filled = [array for array in arrays if len(array)] or arrays[:1]
+    if len({array.dtype.kind for array in filled}) > 1:
+        raise ValueError("some labels are integers and others are strings; use one kind for all")
+    return np.concatenate(filled)
+
+
 def encode(*arrays: npt.NDArray[Any]) -> tuple[list[IntArray], npt.NDArray[Any]]:
     """Return integer codes of each array and the distinct labels of all arrays by code."""
-    kinds = {array.dtype.kind for array in arrays if len(array)}
-    if len(kinds) > 1:
-        raise ValueError("some labels are integers and others are strings; use one kind for both")
-    filled = [array for array in arrays if len(array)] or [arrays[0]]
-    classes, codes = np.unique(np.concatenate(filled), return_inverse=True)
+    classes, codes = np.unique(join_labels(arrays), return_inverse=True)
     ends = np.cumsum([len(array) for array in arrays])[:-1]
     return [part.astype(np.int64) for part in np.split(codes.reshape(-1), ends)], classes
 

@@ -16,7 +16,16 @@ from proximetry._util.machine import by_device
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
 from proximetry.metrics._search.symmetric import applies, search_symmetric
-from proximetry.metrics._search.task import Block, Task, fix_ties, from_keys, project, to_keys
+from proximetry.metrics._search.task import (
+    NEVER,
+    Block,
+    Task,
+    first_hits,
+    fix_ties,
+    from_keys,
+    project,
+    to_keys,
+)
 
 # Bytes of similarities in memory. A CPU works best from its caches; a GPU with large
 # products and few launches.
@@ -55,7 +64,7 @@ def search_blocks(
         ids = ids.masked_fill(values == -torch.inf, -1)
         ranks = None
         if with_ranks:
-            ranks = _best_ranks(similarities, ids, task.query_codes[rows], task.gallery_codes)
+            ranks = _best_ranks(similarities, ids, task, rows)
         yield Block(rows, ids, values, ranks)
         done += len(rows)
         if progress is not None:
@@ -84,11 +93,11 @@ def _rows_within(budget: int, width: int, itemsize: int, depth: int) -> int:
 
 
 def _exclude(similarities: Tensor, task: Task, rows: Tensor) -> None:
-    if task.self_index is not None:
+    if task.groups is not None:
+        queries, gallery = task.groups
+        similarities.masked_fill_(queries[rows, None] == gallery, -torch.inf)
+    elif task.self_index is not None:
         similarities.scatter_(1, task.self_index[rows, None], -torch.inf)
-    if task.query_groups is not None and task.gallery_groups is not None:
-        same = task.query_groups[rows, None] == task.gallery_groups
-        similarities.masked_fill_(same, -torch.inf)
 
 
 def nearest(similarities: Tensor, depth: int) -> tuple[Tensor, Tensor]:
@@ -149,20 +158,16 @@ def _order_ties(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return values, ids.gather(1, by_value)
 
 
-def _best_ranks(similarities: Tensor, ids: Tensor, codes: Tensor, gallery_codes: Tensor) -> Tensor:
-    """The place of each query's best positive: read from its list, or else counted."""
-    hits = (gallery_codes[ids.clamp_min(0)] == codes[:, None]) & (ids >= 0)
-    ranks = torch.where(hits.any(1), hits.to(torch.int8).argmax(1) + 1, 0)
-    missed = (ranks == 0).nonzero()[:, 0]
-    for part in _quarters(missed, len(similarities)):
-        ranks[part] = _count_ranks(similarities[part], gallery_codes == codes[part, None])
-    return ranks
-
-
-def _count_ranks(similarities: Tensor, positive: Tensor) -> Tensor:
-    positives = similarities.masked_fill(~positive, -torch.inf)
-    best = positives.amax(1, keepdim=True)
-    place = (positives == best).to(torch.int8).argmax(1, keepdim=True)  # the first of equals
+def _best_ranks(similarities: Tensor, ids: Tensor, task: Task, rows: Tensor) -> Tensor:
+    """Return the rank of each query's best positive: read from its list, or else counted."""
+    ranks = first_hits(task.hits(rows, ids))
     columns = torch.arange(similarities.shape[1], device=similarities.device)
-    nearer = (similarities > best) | ((similarities == best) & (columns < place))
-    return torch.where(best[:, 0] > -torch.inf, 1 + nearer.sum(1), 0)
+    for part in _quarters((ranks == NEVER).nonzero()[:, 0], len(similarities)):
+        near = similarities[part]
+        negative = task.gallery_codes != task.query_codes[rows[part], None]
+        positives = near.masked_fill(negative, -torch.inf)
+        best = positives.amax(1, keepdim=True)
+        place = (positives == best).to(torch.int8).argmax(1, keepdim=True)  # the first of equals
+        nearer = (near > best) | ((near == best) & (columns < place))
+        ranks[part] = torch.where(best[:, 0] > -torch.inf, 1 + nearer.sum(1), NEVER)
+    return ranks

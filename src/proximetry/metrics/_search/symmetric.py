@@ -26,14 +26,23 @@ from torch import Tensor
 from proximetry._util.machine import torch_pool
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
-from proximetry.metrics._search.task import Block, Task, fix_ties, from_keys, project, to_keys
+from proximetry.metrics._search.task import (
+    NEVER,
+    Block,
+    Task,
+    find_copies,
+    fix_ties,
+    from_keys,
+    project,
+    to_keys,
+)
 
 TILE = 2048
 # Entries whose maximum is taken together: along a row, and down a column.
 ROW_GROUP = 32
 COLUMN_GROUP = 8
 # Before and after all keys; a best positive that is always in front never leaves the list.
-WORST_KEY, NO_POSITIVE = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+WORST_KEY, NO_POSITIVE = torch.iinfo(torch.int64).min, NEVER
 # Candidates per item that are collected before they are merged into the lists together.
 MERGE_AFTER = 48
 # Threads that scan tiles at the same time; each holds one tile.
@@ -43,8 +52,9 @@ THREADS = 4
 def applies(task: Task, depth: int) -> bool:
     """Whether this search can be used, and is faster than going block by block."""
     return (
-        task.is_self_search
-        and task.query_groups is None
+        task.self_index is not None
+        and task.queries is task.gallery
+        and task.groups is None
         and task.gallery.device.type == "cpu"
         and task.gallery.dtype != torch.float64
         and len(task.gallery) >= 2 * TILE
@@ -59,11 +69,14 @@ class _State:
 
     items: Tensor  # which item it is
     keys: Tensor  # the best keys so far, unordered
-    floor: Tensor  # the similarity of the worst of them
+    worst: Tensor  # the worst of them
     best: Tensor  # the key of the best positive, NO_POSITIVE without one
-    lost: Tensor  # whether the best positive is out of the list
-    nearer: Tensor  # how many items come before it, kept up once it is out
+    nearer: Tensor  # the number of items before it, kept up once it is out of the list
     waiting: dict[int, list[tuple[Tensor, Tensor]]]  # by start of tile: rows and keys to merge
+
+    def lost(self, at: slice) -> Tensor:
+        """Return which items of a tile have their best positive out of the list."""
+        return self.best[at] < self.worst[at]
 
 
 def search_symmetric(
@@ -73,16 +86,15 @@ def search_symmetric(
     count = len(task.gallery)
     items = torch.argsort(task.components, stable=True)
     tiles = _tiles(task.components)
-    copies = _copies_by_tile(task, items, tiles)
     vectors = task.gallery[items]
+    copies = {at.start: find_copies(vectors[at]) for at in tiles}
     left, right = project(vectors, vectors, task.similarity)
     del vectors
     state = _State(
         items,
         keys=items.new_empty((count, depth)),
-        floor=left.new_empty(count),
+        worst=items.new_empty(count),
         best=items.new_empty(count),
-        lost=items.new_empty(count, dtype=torch.bool),
         nearer=items.new_empty(count),
         waiting={tile.start: [] for tile in tiles},
     )
@@ -132,7 +144,7 @@ def search_symmetric(
                 progress(done, len(tiles) + len(pairs))
     for at in tiles:
         _merge(state, at)
-    return _finish(task, state, with_ranks)
+    return _finish(state, with_ranks)
 
 
 def _tiles(components: Tensor) -> list[slice]:
@@ -144,33 +156,19 @@ def _tiles(components: Tensor) -> list[slice]:
     return [slice(*pair) for pair in pairwise(sorted(cuts))]
 
 
-def _copies_by_tile(
-    task: Task, items: Tensor, tiles: list[slice]
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """By start of tile: the places of copies in it, and of the first item equal to each."""
-    places = torch.empty_like(items)
-    places[items] = torch.arange(len(items), device=items.device)
-    later, first = (places[of] for of in task.copies)
-    by_tile = {}
-    for at in tiles:
-        here = (later >= at.start) & (later < at.stop)
-        by_tile[at.start] = later[here] - at.start, first[here] - at.start
-    return by_tile
-
-
-def _finish(task: Task, state: _State, with_ranks: bool) -> Block:
+def _finish(state: _State, with_ranks: bool) -> Block:
     """Lists in order and ranks, from positions back to items."""
     ids = torch.empty_like(state.keys)
-    values = state.floor.new_empty(ids.shape)
+    values = torch.empty_like(ids, dtype=torch.float32)
     for part in chunks(len(ids), TILE):
         rows = state.items[part]
         values[rows], ids[rows] = from_keys(state.keys[part].sort(dim=1, descending=True).values)
     ranks = None
     if with_ranks:
         before = (state.keys > state.best[:, None]).sum(1)
-        by_position = 1 + torch.where(state.lost, state.nearer, before)
+        by_position = 1 + torch.where(state.lost(slice(None)), state.nearer, before)
         ranks = torch.empty_like(by_position)
-        ranks[state.items] = by_position.masked_fill(state.best == NO_POSITIVE, 0)
+        ranks[state.items] = by_position.masked_fill(state.best == NO_POSITIVE, NEVER)
     return Block(torch.arange(len(ids), device=ids.device), ids, values, ranks)
 
 
@@ -184,9 +182,7 @@ def _diagonal(tile: Tensor, codes: Tensor, state: _State, at: slice) -> None:
         state.nearer[at][rows] = _true_per_row(keys > best[:, None])
         alone = from_keys(best)[0] == -torch.inf
         state.best[at][rows] = best.masked_fill(alone, NO_POSITIVE)
-    worst = state.keys[at].amin(1)
-    state.floor[at] = from_keys(worst)[0]
-    state.lost[at] = state.best[at] < worst
+    state.worst[at] = state.keys[at].amin(1)
 
 
 def _true_per_row(mask: Tensor) -> Tensor:
@@ -200,14 +196,15 @@ def _serve(tile: Tensor, state: _State, rows: slice, columns: slice, with_ranks:
     high, wide = len(row_items), len(column_items)
     if with_ranks:
         for at, others, across in ((rows, column_items, 0), (columns, row_items, 1)):
-            lost = state.lost[at].nonzero()[:, 0]
+            lost = state.lost(at).nonzero()[:, 0]
             values = tile[:high, :wide].index_select(across, lost).movedim(across, 0)
             best, place = from_keys(state.best[at][lost, None])
             before = (values > best) | ((values == best) & (others < place))
             state.nearer[at][lost] += _true_per_row(before)
-    row, column, values = _candidates_by_row(tile[:high], state.floor[rows])
+    row, column, values = _candidates_by_row(tile[:high], from_keys(state.worst[rows])[0])
     _offer(state, rows, row, to_keys(values, column_items[column]))
-    column, row, values = _candidates_by_column(tile[:, :wide], state.floor[columns])
+    floor = from_keys(state.worst[columns])[0]
+    column, row, values = _candidates_by_column(tile[:, :wide], floor)
     _offer(state, columns, column, to_keys(values, row_items[row]))
 
 
@@ -249,11 +246,9 @@ def _merge(state: _State, at: slice) -> None:
     new = keys.new_full((len(counts), int(counts.max())), WORST_KEY)
     new[row, place] = keys
     merged = torch.cat([state.keys[at], new], dim=1)
-    remaining = merged.topk(state.keys.shape[1], dim=1, sorted=False).values
-    worst = remaining.amin(1)
-    state.keys[at] = remaining
-    state.floor[at] = from_keys(worst)[0]
+    lost = state.lost(at)
+    state.keys[at] = merged.topk(state.keys.shape[1], dim=1, sorted=False).values
+    state.worst[at] = state.keys[at].amin(1)
     # Where a best positive has just been pushed out, all that came before it is in `merged`.
-    pushed = ((state.best[at] < worst) & ~state.lost[at]).nonzero()[:, 0]
+    pushed = (state.lost(at) & ~lost).nonzero()[:, 0]
     state.nearer[at][pushed] = (merged[pushed] > state.best[at][pushed, None]).sum(1)
-    state.lost[at][pushed] = True

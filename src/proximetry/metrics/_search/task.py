@@ -40,8 +40,8 @@ class Items:
 class Task:
     """Queries and a gallery, on one device.
 
-    ``self_index`` is the gallery row of each query itself, which is excluded, as are gallery items
-    of the query's group. Codes index ``classes``, the labels.
+    Codes index ``classes``, the labels. Gallery items of a query's group are excluded. Without
+    groups, ``self_index`` is the gallery row of each query itself, which is excluded.
     """
 
     queries: Tensor
@@ -51,23 +51,15 @@ class Task:
     classes: npt.NDArray[Any]
     similarity: Similarity
     self_index: Tensor | None = None
-    query_groups: Tensor | None = None
-    gallery_groups: Tensor | None = None
-
-    @property
-    def is_self_search(self) -> bool:
-        """Whether every gallery item is a query, in order."""
-        return self.self_index is not None and self.queries is self.gallery
+    groups: tuple[Tensor, Tensor] | None = None  # of the queries and of the gallery
 
     @cached_property
     def copies(self) -> tuple[Tensor, Tensor]:
         """Gallery items equal to an earlier item, and the first item equal to each.
 
         The rounding of a product depends on its position in the matrix. Copies take the
-        similarity of the first, so that they tie. Hamming distances are exact anyway.
+        similarity of the first, so that they tie.
         """
-        if self.similarity == "hamming":
-            return (self.gallery_codes[:0],) * 2
         return find_copies(self.gallery)
 
     @cached_property
@@ -77,27 +69,20 @@ class Task:
         codes = self.gallery_codes
         return connected_components(len(self.classes), codes[later], codes[first])[codes]
 
-    def subset(self, rows: slice) -> Task:
-        """Return the task for some queries, whose vectors are those of the task or gallery rows."""
-        if rows == slice(None):
-            return self
-        return replace(
-            self,
-            queries=self.queries if self.self_index is None else self.gallery[rows],
-            query_codes=self.query_codes[rows],
-            self_index=None if self.self_index is None else self.self_index[rows],
-            query_groups=None if self.query_groups is None else self.query_groups[rows],
-        )
+    def hits(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Return which of the neighbors ``ids`` of the queries ``rows`` are of their class."""
+        same = self.gallery_codes[ids.clamp_min(0)] == self.query_codes[rows, None]
+        return same & (ids >= 0)
 
     def positives(self) -> Tensor:
         """Return the number of gallery items of each query's class that are not excluded."""
         sizes = torch.bincount(self.gallery_codes, minlength=len(self.classes))[self.query_codes]
-        if self.query_groups is None or self.gallery_groups is None:
+        if self.groups is None:
             return sizes if self.self_index is None else sizes - 1
         # Items of the same class and group are excluded, the query itself among them.
-        groups = 1 + int(torch.cat([self.query_groups, self.gallery_groups]).amax())
-        queries = self.query_codes * groups + self.query_groups
-        gallery = (self.gallery_codes * groups + self.gallery_groups).sort().values
+        count = 1 + max(int(groups.max()) for groups in self.groups if len(groups))
+        queries = self.query_codes * count + self.groups[0]
+        gallery = (self.gallery_codes * count + self.groups[1]).sort().values
         return sizes - (
             torch.searchsorted(gallery, queries, right=True) - torch.searchsorted(gallery, queries)
         )
@@ -140,6 +125,14 @@ def connected_components(count: int, one: Tensor, two: Tensor) -> Tensor:
         if torch.equal(joined, components):
             return components
         components = joined
+
+
+NEVER = torch.iinfo(torch.int64).max
+
+
+def first_hits(hits: Tensor) -> Tensor:
+    """Return the rank of the first hit of each list, `NEVER` without one."""
+    return torch.where(hits.any(1), hits.to(torch.int8).argmax(1) + 1, NEVER)
 
 
 RawInputs = tuple[Embeddings | None, Labels | None, Labels | None]
@@ -188,8 +181,11 @@ def check_inputs(
     return sets
 
 
-def build_task(sets: list[Items], similarity: Similarity) -> Task:
-    """Return the search of every query in the gallery; without queries, of every gallery item."""
+def build_task(sets: list[Items], similarity: Similarity, share: slice = slice(None)) -> Task:
+    """Return the search of every query in the gallery; without queries, of every gallery item.
+
+    ``share`` are the queries of this process, whose vectors are in the second set.
+    """
     device = sets[0].vectors.device
     vectors = [items.vectors for items in sets]
     if similarity == "euclidean":
@@ -198,13 +194,16 @@ def build_task(sets: list[Items], similarity: Similarity) -> Task:
         vectors = [rows - origin for rows in vectors]
     numbers, classes = encode(*(items.labels for items in sets))
     codes = [torch.from_numpy(part).to(device) for part in numbers]
-    task = Task(vectors[-1], vectors[0], codes[-1], codes[0], classes, similarity)
+    task = Task(vectors[-1], vectors[0], codes[-1][share], codes[0], classes, similarity)
     if len(sets) == 1:
-        task = replace(task, self_index=torch.arange(len(sets[0]), device=device))
+        self_index = torch.arange(len(sets[0]), device=device)[share]
+        # Without other processes the queries are the gallery.
+        queries = task.gallery if share == slice(None) else task.gallery[share]
+        task = replace(task, queries=queries, self_index=self_index)
     named = [items.groups for items in sets if items.groups is not None]
     if named:
         groups = [torch.from_numpy(part).to(device) for part in encode(*named)[0]]
-        task = replace(task, query_groups=groups[-1], gallery_groups=groups[0])
+        task = replace(task, groups=(groups[-1][share], groups[0]))
     return task
 
 
@@ -213,7 +212,7 @@ class Block:
     """Results of some queries: neighbors in order, and the rank of the first positive.
 
     Missing neighbors have id −1 and similarity −inf. For "euclidean", similarities are negative
-    squared distances in the units of the task. ``ranks`` start at 1; 0 means no positive.
+    squared distances. Ranks start at 1; `NEVER` is none.
     """
 
     rows: Tensor
