@@ -223,8 +223,14 @@ def create(name: str, num_classes: int, dim: int, **settings: Any) -> ProxyLoss:
     return LOSSES[name](num_classes, dim, **settings)
 
 
-def check_embeddings(embeddings: Tensor, dim: int | None = None) -> None:
-    """Raise unless ``embeddings`` is a floating-point batch [B, D]."""
+def check_labels(
+    embeddings: Tensor, labels: Labels, dim: int | None = None, num_classes: int | None = None
+) -> Tensor:
+    """Return the labels as int64; raise if shapes or types of the batch do not match.
+
+    With ``num_classes`` labels that are neither a class nor `IGNORED` raise, too. On CUDA this
+    waits for the device.
+    """
     if not isinstance(embeddings, Tensor):
         raise ValueError(f"embeddings must be a tensor, got {type(embeddings).__name__}")
     shape = list(embeddings.shape)
@@ -234,18 +240,8 @@ def check_embeddings(embeddings: Tensor, dim: int | None = None) -> None:
         raise ValueError(f"embeddings have {shape[1]} dimensions, the loss was made for {dim}")
     if not embeddings.is_floating_point():
         raise ValueError(f"embeddings must be floating point, got {embeddings.dtype}")
-
-
-def check_labels(
-    embeddings: Tensor, labels: Labels, dim: int | None = None, num_classes: int | None = None
-) -> Tensor:
-    """Return the labels as int64; raise if shapes or types of the batch do not match.
-
-    With ``num_classes`` labels that are neither a class nor `IGNORED` raise, too. On CUDA this
-    waits for the device.
-    """
-    check_embeddings(embeddings, dim)
-    labels = labels_like(embeddings, labels)
+    if not isinstance(labels, Tensor):
+        labels = labels_like(embeddings, labels)
     if labels.dtype not in _INTEGERS:
         raise ValueError(f"labels must be integers (class indices), got {labels.dtype}")
     if labels.shape != embeddings.shape[:1]:

@@ -208,8 +208,7 @@ def parameter_groups(
     - ``backbone`` at ``lr`` and ``head`` at ``lr · head_lr_multiplier``, frozen parameters
       included, if the model has ``parameter_parts()`` as the `Embedder` does; else ``model`` at
       ``lr``, with its trainable parameters;
-    - with ``layer_decay`` below 1, instead of ``backbone``, a group for each layer of the model's
-      ``backbone_layers()``, the last layer first: it has ``lr``, and every other one
+    - with ``layer_decay``, instead of ``backbone``, a group for each of ``backbone_layers()``, at
       ``layer_decay`` times the rate of the layer after it;
     - ``proxies`` at ``lr · proxy_lr_multiplier``;
     - ``loss`` at ``lr``: other parameters of the losses, such as a learned temperature.

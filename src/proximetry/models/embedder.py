@@ -43,13 +43,7 @@ from proximetry.models.names import (
     Similarity,
 )
 from proximetry.models.pooling import POOLING_LAYERS
-from proximetry.models.preprocessing import (
-    ImageSource,
-    Input,
-    Preprocessing,
-    Tensors,
-    input_from_json,
-)
+from proximetry.models.preprocessing import ImageSource, Input, Preprocessing, Tensors
 from proximetry.models.storage import EXTRAS, find_embedder, read_embedder, write_embedder
 from proximetry.models.weights import RANDOM, WeightsRecord, load_weights
 
@@ -86,7 +80,7 @@ class Architecture:
         flags = dict.fromkeys(("layer_norm", "normalize", "flip_tta", "binary"), (False, True))
         for name, known in {"pooling": POOLINGS, "similarity": SIMILARITIES, **flags}.items():
             value = getattr(self, name)
-            if value not in known:
+            if type(value) is not type(known[0]) or value not in known:
                 names = ", ".join(map(repr, known))
                 raise ValueError(f"{name} must be one of {names}, got {shown(value)}")
         if type(self.dim) is not int or not 0 <= self.dim <= LARGEST_DIM:
@@ -542,7 +536,10 @@ class Embedder(nn.Module):
             raise ValueError(f"{home} contains {shown(backbone)}, which takes no module")
         try:
             architecture = Architecture(**description["architecture"])
-            preprocessing = input_from_json(description["preprocessing"])
+            pixels = description["preprocessing"]
+            preprocessing: Input = (
+                Tensors(**pixels) if "shape" in pixels else Preprocessing.from_json(pixels)
+            )
             record = WeightsRecord(**description["weights"])
             with preserve_rng_state():
                 if module is None:

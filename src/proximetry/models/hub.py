@@ -146,6 +146,7 @@ def make_card(embedder: Embedder, repo_id: str, license: str | None) -> str:
         model_name=repo_id.rpartition("/")[2] if results else None,
         eval_results=results or None,
     )
+    measured = f"Measured on {dataset}; metrics are fractions." if figures else "Not measured."
     evaluation = [("images", "metric", "value")]
     for split, part, metric, value in figures:
         images = ", ".join(filter(None, (_SPLITS.get(split, split), part)))
@@ -190,7 +191,7 @@ Command line: `proximetry evaluate hub:{repo_id} FOLDER`.
 
 ## Evaluation
 
-Measured on {dataset}; metrics are fractions. {_PROTOCOLS.get(str(metrics.get("protocol")), "")}
+{measured} {_PROTOCOLS.get(str(metrics.get("protocol")), "")}
 
 {_table(evaluation)}
 
