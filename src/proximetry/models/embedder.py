@@ -293,7 +293,7 @@ class Embedder(nn.Module):
             ValueError: if the module fails or does not return finite vectors [B, dim].
         """
         if not isinstance(preprocessing, Preprocessing | Tensors):
-            preprocessing = Tensors(preprocessing)
+            preprocessing = Tensors(preprocessing)  # type: ignore[arg-type] # makes a tuple
         name = type(module).__name__
         similarity = similarity or ("cosine" if normalize else "euclidean")
         architecture = Architecture(

@@ -197,7 +197,8 @@ class Tensors:
         valid = sides and all(type(side) is int and side >= 1 for side in sides)
         if not valid or prod(sides) > _LARGEST_TENSOR:
             raise ValueError(
-                f"shape must be positive integers, such as (1, 28, 28), got {shown(self.shape)}"
+                "preprocessing must be a Preprocessing or a shape of positive integers, such as "
+                f"(1, 28, 28), got {shown(self.shape)}"
             )
         object.__setattr__(self, "shape", sides)
 
