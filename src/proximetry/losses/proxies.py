@@ -131,14 +131,15 @@ class Proxies(FullPrecision):
             generator: for random initializations.
         """
         names = self.names
-        named = isinstance(new_classes, Sequence) and not isinstance(new_classes, str)
-        added = count("new_classes", len(new_classes) if named else new_classes)
-        if named and names is None:
-            raise ValueError("the present classes have no names; set `names` first")
-        if names is not None:
-            if not named:
-                raise ValueError("the present classes have names, so the new ones need names too")
+        if isinstance(new_classes, Sequence) and not isinstance(new_classes, str):
+            added = count("new_classes", len(new_classes))
+            if names is None:
+                raise ValueError("the present classes have no names; set `names` first")
             names += new_classes
+        else:
+            added = count("new_classes", new_classes)
+            if names is not None:
+                raise ValueError("the present classes have names, so the new ones need names too")
         total = self.num_classes + added
         encoded = _encode(names, total)
         old, new = self.weight, self._new_proxies(added, init, generator)
