@@ -1,7 +1,7 @@
 """The base class of proxy losses (proxies, engine and forward), and the checks of a batch."""
 
-from collections.abc import Sequence
-from dataclasses import InitVar
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -16,11 +16,12 @@ from proximetry.losses.dense import (
     LossForm,
     Parts,
     Problem,
-    class_similarities,
+    cosines,
     dense,
     intra_class_distance,
     join_by_sample,
     pull_by_class,
+    reduce_proxies,
     weighted_mean,
 )
 from proximetry.losses.proxies import Init, Proxies
@@ -147,35 +148,48 @@ class ProxyLoss(Declared):
             x, length = l2_normalize(
                 embeddings.to(proxies.dtype).masked_fill(ignored.unsqueeze(1), 0.0)
             )
+            scale, offset = self.negative_logit(length)
+            problem = Problem(x, proxies, labels, self.form, self.gamma, scale, offset)
+            small = len(x) * proxies.shape[0] * proxies.shape[1] <= DENSE_ENTRIES
+            is_dense = small if self.engine == "auto" else self.engine == "dense"
+            engine = dense if is_dense else streamed
             reduce = self._by_class if self.form.by == "class" else self._by_sample
-            loss, times = reduce(x, length, labels, weights, reduction)
+            loss, times = reduce(engine, problem, length, weights, reduction)
             if self.tau > 0.0:
                 loss = loss + self.tau * intra_class_distance(proxies) * times
             return loss
 
     def _by_sample(
-        self, x: Tensor, length: Tensor, labels: Tensor, weights: Tensor, reduction: Reduction
+        self,
+        engine: Callable[[Problem], Parts],
+        problem: Problem,
+        length: Tensor,
+        weights: Tensor,
+        reduction: Reduction,
     ) -> tuple[Tensor, Tensor]:
         """Return the reduced terms, and the factor of terms that do not depend on x."""
-        scale, offset = self.negative_logit(length)
-        smoothing, classes = self.label_smoothing, len(self.proxies.weight)
-        parts = self._run_engine(x, labels, scale, offset, None, smoothed=smoothing > 0.0)
+        smoothing, classes = self.label_smoothing, len(problem.proxies)
+        parts = engine(replace(problem, smoothed=smoothing > 0.0))
         positive = self.positive_logit(parts.positive, length)
         terms = join_by_sample(self.form, positive, parts.negatives)
         if parts.total is not None:
-            others = scale * (parts.total - parts.positive) + offset * (classes - 1)
+            others = problem.scale * (parts.total - parts.positive) + problem.offset * (classes - 1)
             terms = terms + smoothing * (positive - (positive + others) / classes)
         if reduction == "mean":
-            return weighted_mean(terms, weights), (weights.sum() > 0).to(x.dtype)
+            return weighted_mean(terms, weights), (weights.sum() > 0).to(terms.dtype)
         terms = terms * weights
         return (terms.sum(), weights.sum()) if reduction == "sum" else (terms, weights)
 
     def _by_class(
-        self, x: Tensor, length: Tensor, labels: Tensor, weights: Tensor, reduction: Reduction
+        self,
+        engine: Callable[[Problem], Parts],
+        problem: Problem,
+        length: Tensor,
+        weights: Tensor,
+        reduction: Reduction,
     ) -> tuple[Tensor, Tensor]:
         """Return the same as `_by_sample`, for terms of classes."""
-        scale, offset = self.negative_logit(length)
-        classes = len(self.proxies.weight)
+        x, labels, classes = problem.x, problem.labels, len(problem.proxies)
         counts = (weights > 0).to(x.dtype)
         present = x.new_zeros(classes).scatter_reduce(0, labels, counts, "amax")
         class_weight = self.negative_weight(present)
@@ -184,37 +198,21 @@ class ProxyLoss(Declared):
         log_weights = weights.log().clamp(min=torch.finfo(x.dtype).min / 4)
         each = reduction == "none"
         weight = None if each else class_weight
-        parts = self._run_engine(x, labels, scale, offset, weight, log_weights=log_weights)
-        pull = pull_by_class(
-            self.positive_logit(parts.positive, length) + log_weights, labels, classes
-        )
+        parts = engine(replace(problem, class_weight=weight, log_weights=log_weights))
+        logit = self.positive_logit(parts.positive, length) + log_weights
+        pull = pull_by_class(logit, labels, classes)
         members, some = present.sum().clamp(min=1.0), present.amax()
         if each:
             return classes * (pull / members + class_weight * parts.negatives), some
         mean = pull.sum() / members + parts.negatives
         return (mean * classes, some * classes) if reduction == "sum" else (mean, some)
 
-    def _run_engine(
-        self,
-        x: Tensor,
-        labels: Tensor,
-        scale: float | Tensor,
-        offset: float,
-        class_weight: float | Tensor | None,
-        **options: Any,
-    ) -> Parts:
-        proxies = self.proxies.weight
-        shared = x, proxies, labels, self.form, self.gamma
-        problem = Problem(*shared, scale, offset, class_weight, **options)
-        small = len(x) * proxies.shape[0] * proxies.shape[1] <= DENSE_ENTRIES
-        is_dense = small if self.engine == "auto" else self.engine == "dense"
-        return dense(problem) if is_dense else streamed(problem)
-
     def similarities(self, embeddings: Tensor) -> Tensor:
         """Return S(x, c) for every class, [B, C]: the nearest class is the arg max."""
         with torch.autocast(embeddings.device.type, enabled=False):
             x, _ = l2_normalize(embeddings.to(self.proxies.weight.dtype))
-            return class_similarities(x, self.proxies.weight, self.form.similarity, self.gamma)
+            s, _ = cosines(x, self.proxies.weight)
+            return reduce_proxies(s, self.form.similarity, self.gamma)
 
 
 def create(name: str, num_classes: int, dim: int, **settings: Any) -> ProxyLoss:
@@ -225,8 +223,14 @@ def create(name: str, num_classes: int, dim: int, **settings: Any) -> ProxyLoss:
     return LOSSES[name](num_classes, dim, **settings)
 
 
-def check_embeddings(embeddings: Tensor, dim: int | None = None) -> None:
-    """Raise unless ``embeddings`` is a floating-point batch [B, D]."""
+def check_labels(
+    embeddings: Tensor, labels: Labels, dim: int | None = None, num_classes: int | None = None
+) -> Tensor:
+    """Return the labels as int64; raise if shapes or types of the batch do not match.
+
+    With ``num_classes`` labels that are neither a class nor `IGNORED` raise, too. On CUDA this
+    waits for the device.
+    """
     if not isinstance(embeddings, Tensor):
         raise ValueError(f"embeddings must be a tensor, got {type(embeddings).__name__}")
     shape = list(embeddings.shape)
@@ -236,17 +240,6 @@ def check_embeddings(embeddings: Tensor, dim: int | None = None) -> None:
         raise ValueError(f"embeddings have {shape[1]} dimensions, the loss was made for {dim}")
     if not embeddings.is_floating_point():
         raise ValueError(f"embeddings must be floating point, got {embeddings.dtype}")
-
-
-def check_labels(
-    embeddings: Tensor, labels: Labels, dim: int | None = None, num_classes: int | None = None
-) -> Tensor:
-    """Return the labels as int64; raise if shapes or types of the batch do not match.
-
-    With ``num_classes`` labels that are neither a class nor `IGNORED` raise, too. On CUDA this
-    waits for the device.
-    """
-    check_embeddings(embeddings, dim)
     if not isinstance(labels, Tensor):
         labels = labels_like(embeddings, labels)
     if labels.dtype not in _INTEGERS:

@@ -13,6 +13,7 @@ negatives.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -62,7 +63,7 @@ class Problem:
     scale: float | Tensor
     """The negative logit is ``scale · S + offset``; one scale, or one for each sample [B]."""
     offset: float
-    class_weight: float | Tensor | None
+    class_weight: float | Tensor | None = None
     """Weight of the negative term of a class, or of each class [C], for class-wise losses; None
     returns the term of each class."""
     log_weights: Tensor | None = None
@@ -84,23 +85,16 @@ class Parts(NamedTuple):
     """The sum of a sample's similarities to all classes [B], if ``smoothed``."""
 
 
-def cosines(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
-    """Cosines [K, B, C] of unit ``x`` [B, D] and proxies [C, K, D] of lengths 1 / ``inverse``.
+def cosines(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines [K, B, C] of unit ``x`` [B, D] and proxies [C, K, D], and 1 / ‖proxy‖ [C, K].
 
     Scaling the products by the lengths is cheaper than scaling the proxies when the batch is
     smaller than the embedding dimension. K comes first so that what follows runs along long rows.
     """
     classes, k, dim = weight.shape
+    inverse, _ = inverse_length(weight)
     s = (x @ weight.reshape(classes * k, dim).T) * inverse.reshape(-1)
-    return s.view(x.shape[0], classes, k).permute(2, 0, 1).contiguous()
-
-
-def class_similarities(
-    x: Tensor, proxies: Tensor, aggregation: Aggregation, gamma: float
-) -> Tensor:
-    """S(x, c) for every sample and class, [B, C], from unit ``x`` [B, D] and proxies [C, K, D]."""
-    inverse, _ = inverse_length(proxies)
-    return reduce_proxies(cosines(x, proxies, inverse), aggregation, gamma)
+    return s.view(x.shape[0], classes, k).permute(2, 0, 1).contiguous(), inverse
 
 
 def reduce_proxies(s: Tensor, aggregation: Aggregation, gamma: float) -> Tensor:
@@ -149,7 +143,8 @@ def add_rows_(to: Tensor, rows: Tensor, values: Tensor) -> Tensor:
 
 def dense(problem: Problem) -> Parts:
     """Compute a problem from the whole [B, C] array of similarities, in plain autograd."""
-    S = class_similarities(problem.x, problem.proxies, problem.form.similarity, problem.gamma)
+    s, _ = cosines(problem.x, problem.proxies)
+    S = reduce_proxies(s, problem.form.similarity, problem.gamma)
     own = problem.labels.unsqueeze(1)
     positive = S.gather(1, own).squeeze(1)
     scale = problem.scale
@@ -195,9 +190,8 @@ def weighted_mean(terms: Tensor, weights: Tensor) -> Tensor:
     return (terms * weights).mean() * share
 
 
-def softplus(z: Tensor) -> Tensor:
-    """log(1 + e^z), exact to the last digits also in float64 (torch's default stops at z = 20)."""
-    return F.softplus(z, threshold=50.0)
+softplus = partial(F.softplus, threshold=50.0)
+"""log(1 + e^z), exact to the last digits also in float64 (torch's default stops at z = 20)."""
 
 
 def log1p_sum_exp(total: Tensor, shift: Tensor) -> Tensor:

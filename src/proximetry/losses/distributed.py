@@ -40,7 +40,14 @@ class Gathered(nn.Module):
         """Return the loss of the whole batch; ``kwargs`` are passed to the loss."""
         problem: ValueError | None = None
         try:
-            labels = _rows(embeddings, labels)
+            if not isinstance(embeddings, Tensor):
+                raise ValueError(f"embeddings must be a tensor, got {type(embeddings).__name__}")
+            labels = labels_like(embeddings, labels)
+            if labels.shape[:1] != embeddings.shape[:1]:
+                got = list(labels.shape)
+                raise ValueError(f"{len(embeddings)} embeddings need as many labels, got {got}")
+            if not labels.is_floating_point():
+                labels = labels.long()  # of one type on all ranks
             if weights is not None:
                 weights = sample_weights(embeddings, weights)
         except ValueError as error:
@@ -105,15 +112,3 @@ class _Gather(torch.autograd.Function):
         # Every rank holds the whole loss, so its own rows are all it needs; DDP will divide the
         # sum over the ranks by their number, which the factor cancels.
         return grad[ctx.start : ctx.start + ctx.rows] * ctx.ranks, None
-
-
-def _rows(embeddings: Tensor, labels: Any) -> Tensor:
-    """Return the labels as a tensor on the device of the embeddings; a rank may have none."""
-    if not isinstance(embeddings, Tensor):
-        raise ValueError(f"embeddings must be a tensor, got {type(embeddings).__name__}")
-    rows = labels_like(embeddings, labels)
-    if rows.ndim == 0 or len(rows) != len(embeddings):
-        raise ValueError(
-            f"{len(embeddings)} embeddings need as many labels, got shape {list(rows.shape)}"
-        )
-    return rows if rows.is_floating_point() else rows.long()  # of one type on all ranks

@@ -150,45 +150,38 @@ class PairLoss(FullPrecision):
         **settings: Any,
     ) -> None:
         super().__init__()
-        if not isinstance(loss, str | nn.Module) or not isinstance(miner, nn.Module | None):
+        if not isinstance(miner, nn.Module | None):
+            raise ValueError(f"miner must be a miner object, got {shown(miner)}")
+        if not isinstance(loss, nn.Module) and loss not in PAIR_LOSSES:
             raise ValueError(
-                "loss must be a name or a loss object and miner a miner object, "
-                f"got {shown(loss)} and {shown(miner)}"
+                f"pair loss unknown: {shown(loss)}{closest(str(loss), PAIR_LOSSES)}. Pass other "
+                "losses of pytorch-metric-learning as objects."
             )
-        if isinstance(loss, str):
-            if loss not in PAIR_LOSSES:
-                raise ValueError(
-                    f"unknown pair loss {loss!r}{closest(loss, PAIR_LOSSES)}. Pass other losses "
-                    "of pytorch-metric-learning as objects."
-                )
-            owner, known = f"'pairs/{loss}'", LOSS_SETTINGS[f"pairs/{loss}"]
-        else:
-            if hasattr(loss, "embedding_memory"):
-                raise ValueError("the loss is a CrossBatchMemory. Pass its loss, memory= and dim=.")
-            owner, known = type(loss).__name__, {"memory": _MEMORY}
+        if hasattr(loss, "embedding_memory"):
+            raise ValueError("the loss is a CrossBatchMemory. Pass its loss, memory= and dim=.")
         if memory is not None:
             settings["memory"] = memory
             if dim is None:
                 raise ValueError("cross-batch memory needs dim, the embedding dimension")
-        values = {key: one.default for key, one in known.items()}
-        values |= check_all(f"the loss {owner}", known, settings)
-        values.pop("memory", None)
         for name in ("losses", "miners", "distances"):
             need(f"pytorch_metric_learning.{name}", "pairs", "a pair loss")
         pml = need("pytorch_metric_learning", "pairs", "a pair loss")
-        module, default_miner = (
-            (loss, None) if isinstance(loss, nn.Module) else PAIR_LOSSES[loss](pml, **values)
-        )
-        self.loss: nn.Module = module
-        self.miner: nn.Module | None = default_miner if miner is None else miner
+        if isinstance(loss, nn.Module):
+            self.loss: nn.Module = loss
+            self.miner = miner
+            check_all(f"the loss {type(loss).__name__}", {"memory": _MEMORY}, settings)
+        else:
+            known = LOSS_SETTINGS[f"pairs/{loss}"]
+            values = {key: one.default for key, one in known.items()}
+            values |= check_all(f"the loss 'pairs/{loss}'", known, settings)
+            values.pop("memory", None)
+            self.loss, default_miner = PAIR_LOSSES[loss](pml, **values)
+            self.miner = default_miner if miner is None else miner
         self.memory, self.dim = memory, None
         if memory is not None:
-            supported = pml.losses.CrossBatchMemory.supported_losses()
+            module, supported = self.loss, pml.losses.CrossBatchMemory.supported_losses()
             if type(module).__name__ not in supported:
-                raise ValueError(
-                    f"the loss {type(module).__name__} has no cross-batch memory; "
-                    f"those with one are {', '.join(supported)}"
-                )
+                raise ValueError(f"the loss {type(module).__name__} has no cross-batch memory")
             self.dim = count("dim", dim)
             self.loss = pml.losses.CrossBatchMemory(module, self.dim, memory, self.miner)
             self.miner = None

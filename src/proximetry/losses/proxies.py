@@ -4,7 +4,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,7 +12,14 @@ from torch.optim import Optimizer
 
 from proximetry._util.tensors import l2_normalize
 from proximetry.losses.dense import add_rows_
-from proximetry.losses.settings import FullPrecision, count, non_negative, one_of, positive
+from proximetry.losses.settings import (
+    FullPrecision,
+    count,
+    fraction,
+    non_negative,
+    one_of,
+    positive,
+)
 
 Init = Literal["kaiming_normal", "kaiming_uniform", "normal", "small_normal", "sphere"]
 _check_init = one_of(*get_args(Init))
@@ -124,16 +130,16 @@ class Proxies(FullPrecision):
                 [new, D] if K = 1), or for each new class a tensor [n, D] of example embeddings.
             generator: for random initializations.
         """
-        names, known = None, self.names
-        if isinstance(new_classes, int | Real | str):  # a string is no list of names
-            added = count("new_classes", new_classes)
-            if known is not None:
-                raise ValueError("the present classes have names, so the new ones need names too")
-        else:
+        names = self.names
+        if isinstance(new_classes, Sequence) and not isinstance(new_classes, str):
             added = count("new_classes", len(new_classes))
-            if known is None:
+            if names is None:
                 raise ValueError("the present classes have no names; set `names` first")
-            names = [*known, *new_classes]
+            names += new_classes
+        else:
+            added = count("new_classes", new_classes)
+            if names is not None:
+                raise ValueError("the present classes have names, so the new ones need names too")
         total = self.num_classes + added
         encoded = _encode(names, total)
         old, new = self.weight, self._new_proxies(added, init, generator)
@@ -203,8 +209,7 @@ def parameter_groups(
     - ``backbone`` at ``lr`` and ``head`` at ``lr · head_lr_multiplier``, frozen parameters
       included, if the model has ``parameter_parts()`` as the `Embedder` does; else ``model`` at
       ``lr``, with its trainable parameters;
-    - with ``layer_decay`` below 1, instead of ``backbone``, a group for each layer of the model's
-      ``backbone_layers()``, the last layer first: it has ``lr``, and every other one
+    - with ``layer_decay``, instead of ``backbone``, a group for each of ``backbone_layers()``, at
       ``layer_decay`` times the rate of the layer after it;
     - ``proxies`` at ``lr · proxy_lr_multiplier``;
     - ``loss`` at ``lr``: other parameters of the losses, such as a learned temperature.
@@ -212,56 +217,48 @@ def parameter_groups(
     Duplicate parameters raise, and missing proxies if ``require_proxies``.
     """
     lr = positive("lr", lr)
+    for name, value, method in (
+        ("head_lr_multiplier", head_lr_multiplier, "parameter_parts"),
+        ("layer_decay", layer_decay, "backbone_layers"),
+    ):
+        if value != 1.0 and not hasattr(model, method):
+            raise ValueError(
+                f"{name} needs a model with {method}(); {type(model).__name__} has none"
+            )
     rates = {
         "proxies": lr * positive("proxy_lr_multiplier", proxy_lr_multiplier),
         "head": lr * positive("head_lr_multiplier", head_lr_multiplier),
     }
-    decay = {}
-    if weight_decay is not None:
-        decay["weight_decay"] = non_negative("weight_decay", weight_decay)
+    network: Any = model
+    if hasattr(model, "parameter_parts"):
+        members = dict(network.parameter_parts())
+    else:
+        members = {"model": [p for p in model.parameters() if p.requires_grad]}
+    if layer_decay != 1.0:
+        decay = fraction("layer_decay", positive("layer_decay", layer_decay))
+        layers = {f"layer {n}": layer for n, layer in enumerate(network.backbone_layers())}
+        rates |= {name: lr * decay**depth for depth, name in enumerate(reversed(layers))}
+        members = dict(reversed(layers.items())) | members
+        del members["backbone"]
     proxies = [m.weight for loss in losses for m in loss.modules() if isinstance(m, Proxies)]
     if require_proxies and not proxies:
         raise ValueError("none of the losses has proxies; pass the loss modules after the model")
     special = set(proxies)
     rest = [p for loss in losses for p in loss.parameters() if p not in special]
-    parts: Any = getattr(model, "parameter_parts", None)
-    if parts is not None:
-        members = dict(parts())
-    elif head_lr_multiplier != 1.0:
-        raise ValueError(
-            "head_lr_multiplier needs a model with parameter_parts(); "
-            f"{type(model).__name__} has none"
-        )
-    else:
-        members = {"model": [p for p in model.parameters() if p.requires_grad]}
-    if layer_decay != 1.0:
-        layers = _last_layer_first(model, positive("layer_decay", layer_decay))
-        rates |= {name: lr * layer_decay**depth for depth, name in enumerate(layers)}
-        members = layers | {name: part for name, part in members.items() if name != "backbone"}
     for name, parameters in (("proxies", proxies), ("loss", rest)):
         members[name] = [p for p in parameters if p.requires_grad]
-    seen: list[nn.Parameter] = []
-    for name, parameters in members.items():
-        seen += parameters
-        if len(set(seen)) < len(seen):
-            raise ValueError(f"duplicate parameter in group {name!r}")
-    return [
-        {"name": name, "params": parameters, "lr": rates.get(name, lr), **decay}
+    every = [p for parameters in members.values() for p in parameters]
+    if len(set(every)) < len(every):
+        raise ValueError("duplicate parameter; pass the model and every loss once")
+    groups = [
+        {"name": name, "params": parameters, "lr": rates.get(name, lr)}
         for name, parameters in members.items()
         if parameters
     ]
-
-
-def _last_layer_first(model: nn.Module, decay: float) -> dict[str, list[nn.Parameter]]:
-    if decay > 1:
-        raise ValueError(f"layer_decay must be at most 1, got {decay!r}")
-    find: Any = getattr(model, "backbone_layers", None)
-    if find is None:
-        raise ValueError(
-            f"layer_decay needs a model with backbone_layers(); {type(model).__name__} has none"
-        )
-    layers = list(find())
-    return {f"layer {number}": layers[number] for number in reversed(range(len(layers)))}
+    if weight_decay is not None:
+        for group in groups:
+            group["weight_decay"] = non_negative("weight_decay", weight_decay)
+    return groups
 
 
 def _directions(
@@ -290,11 +287,10 @@ def _directions(
 
 def _exchange(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
     """Replace a parameter of the optimizer; moments of old rows stay, those of new are zero."""
-    owners = [g["params"] for g in optimizer.param_groups if any(p is old for p in g["params"])]
-    if not owners:
+    if not any(p is old for group in optimizer.param_groups for p in group["params"]):
         raise ValueError("the optimizer does not hold these proxies; add loss.parameters() to it")
-    for params in owners:
-        params[:] = [new if p is old else p for p in params]
+    for group in optimizer.param_groups:
+        group["params"] = [new if p is old else p for p in group["params"]]
     state = optimizer.state.pop(old, {})
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == old.shape:

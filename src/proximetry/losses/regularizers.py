@@ -14,7 +14,7 @@ from proximetry._util.tensors import (
     nearest_other_class,
     rescale,
 )
-from proximetry.losses.base import IGNORED, Labels, check_embeddings, check_labels
+from proximetry.losses.base import IGNORED, Labels, check_labels
 from proximetry.losses.dense import add_rows_, block_rows, intra_class_distance, weighted_mean
 from proximetry.losses.proxies import Proxies
 from proximetry.losses.settings import FullPrecision, count, non_negative, positive
@@ -156,11 +156,10 @@ class QuantizationLoss(_Term):
 
     def forward(self, embeddings: Tensor) -> Tensor:
         """Return the term of a batch [B, D]."""
-        check_embeddings(embeddings)
         with torch.autocast(embeddings.device.type, enabled=False):
             dtype = torch.promote_types(embeddings.dtype, torch.float32)
             direction, _ = l2_normalize(embeddings.to(dtype))
-            away = direction.abs() * math.sqrt(embeddings.shape[1]) - 1.0
+            away = direction.abs() * math.sqrt(embeddings.shape[-1]) - 1.0
             return self.weight * away.square().mean()
 
 

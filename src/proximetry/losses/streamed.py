@@ -94,9 +94,7 @@ class _Tiled:
         With them come the cosines [K, B, T], the similarities [B, T] and the inverse lengths
         [T, K] of the proxies.
         """
-        w = self.proxies[tile.classes]
-        inverse, _ = inverse_length(w)
-        s = cosines(self.x, w, inverse)
+        s, inverse = cosines(self.x, self.proxies[tile.classes])
         S = reduce_proxies(s, *self.reduction)
         if isinstance(self.scale, float):
             z = torch.add(self.offset, S, alpha=self.scale)

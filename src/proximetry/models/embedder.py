@@ -1,4 +1,4 @@
-"""`Embedder`: backbone, pooling and head; encodes, saves, loads and exports."""
+"""`Embedder`: backbone, pooling and head, defined by an `Architecture`."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -21,7 +21,6 @@ from proximetry import __version__
 from proximetry._util.errors import UsageError, is_whole, shorten, shown, some
 from proximetry._util.machine import preserve_rng_state
 from proximetry._util.tensors import binary_codes, l2_normalize
-from proximetry.models.architecture import Architecture
 from proximetry.models.backbones import (
     Features,
     ResidualMLP,
@@ -33,15 +32,18 @@ from proximetry.models.backbones import (
     prepare,
 )
 from proximetry.models.encoding import embed_images
-from proximetry.models.names import OWN, VECTOR_BACKBONES, Similarity
-from proximetry.models.pooling import POOLING_LAYERS
-from proximetry.models.preprocessing import (
-    ImageSource,
-    Input,
-    Preprocessing,
-    Tensors,
-    input_from_json,
+from proximetry.models.names import (
+    LARGEST_BITS,
+    LARGEST_DIM,
+    MOST_TTA_CROPS,
+    OWN,
+    POOLINGS,
+    SIMILARITIES,
+    VECTOR_BACKBONES,
+    Similarity,
 )
+from proximetry.models.pooling import POOLING_LAYERS
+from proximetry.models.preprocessing import ImageSource, Input, Preprocessing, Tensors
 from proximetry.models.storage import EXTRAS, find_embedder, read_embedder, write_embedder
 from proximetry.models.weights import RANDOM, WeightsRecord, load_weights
 
@@ -50,6 +52,64 @@ _LARGE_NETWORK = 2**27  # weights: 0.5 GB
 
 Stage = Literal["pixels", "normalized", "features"]
 """Stage of a batch: pixels 0…255, normalized input of the network, or pooled features."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Settings of an embedder's network; see `Embedder.create`.
+
+    Attributes:
+        backbone: a name of timm, "vectors", "vectors_mlp", or "own:" and the class of a module
+            passed to `Embedder.wrap`.
+        dim: dimension of the linear head; 0 means no head.
+        pooling: never "auto" in an embedder.
+        binary: whether the signs of the `dim` dimensions are trained as binary codes.
+    """
+
+    backbone: str
+    dim: int
+    pooling: str
+    layer_norm: bool
+    normalize: bool
+    flip_tta: bool = False
+    similarity: Similarity = "cosine"
+    binary: bool = False
+    tta_crops: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        flags = dict.fromkeys(("layer_norm", "normalize", "flip_tta", "binary"), (False, True))
+        for name, known in {"pooling": POOLINGS, "similarity": SIMILARITIES, **flags}.items():
+            value = getattr(self, name)
+            if type(value) is not type(known[0]) or value not in known:
+                names = ", ".join(map(repr, known))
+                raise ValueError(f"{name} must be one of {names}, got {shown(value)}")
+        if type(self.dim) is not int or not 0 <= self.dim <= LARGEST_DIM:
+            raise ValueError(f"dim must be from 0 to {LARGEST_DIM}, got {shown(self.dim)}")
+        crops = self.tta_crops
+        if (
+            not isinstance(crops, list | tuple)
+            or len(crops) > MOST_TTA_CROPS
+            or not all(isinstance(fraction, float) and 0 < fraction < 1 for fraction in crops)
+        ):
+            raise ValueError(
+                f"tta_crops must be at most {MOST_TTA_CROPS} numbers between 0 and 1, such as "
+                f"[0.875], got {shown(crops)}"
+            )
+        object.__setattr__(self, "tta_crops", tuple(crops))  # JSON has lists
+        if self.binary and (self.dim % 8 or not 8 <= self.dim <= LARGEST_BITS):
+            raise ValueError(
+                f"bits must be a multiple of 8 from 8 to {LARGEST_BITS}, got {self.dim}"
+            )
+        if self.binary and self.similarity != "cosine":
+            raise ValueError(f"bits need similarity 'cosine', got {self.similarity!r}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as saved and hashed in fingerprints.
+
+        Settings of later versions are omitted at their defaults, so fingerprints stay the same.
+        """
+        settings = {**asdict(self), "tta_crops": list(self.tta_crops)}
+        return {k: v for k, v in settings.items() if v or k not in ("binary", "tta_crops")}
 
 
 class Embedder(nn.Module):
@@ -232,16 +292,8 @@ class Embedder(nn.Module):
         Raises:
             ValueError: if the module fails or does not return finite vectors [B, dim].
         """
-        if not isinstance(module, nn.Module):
-            what = "a class: write Net()" if isinstance(module, type) else shown(module)
-            raise ValueError(f"module must be a torch.nn.Module, got {what}")
         if not isinstance(preprocessing, Preprocessing | Tensors):
-            if not isinstance(preprocessing, Sequence) or isinstance(preprocessing, str):
-                raise ValueError(
-                    "preprocessing must be a Preprocessing or the shape of an input tensor, got "
-                    f"{shown(preprocessing)}"
-                )
-            preprocessing = Tensors(tuple(preprocessing))
+            preprocessing = Tensors(preprocessing)  # type: ignore[arg-type] # makes a tuple
         name = type(module).__name__
         similarity = similarity or ("cosine" if normalize else "euclidean")
         architecture = Architecture(
@@ -402,14 +454,6 @@ class Embedder(nn.Module):
             digest.update(plain.reshape(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
 
-    def replace_head(self, weight: Tensor, bias: Tensor) -> None:
-        """Replace the head by a linear one [dim, width]; binary codes become plain vectors."""
-        self.dim, self.bits = len(weight), None
-        self.architecture = replace(self.architecture, dim=self.dim, binary=False)
-        # On "meta" the initialization draws no random numbers.
-        self.head = nn.Linear(self.width, self.dim, device="meta").to_empty(device=weight.device)
-        self.head.load_state_dict({"weight": weight, "bias": bias})
-
     def keep_frozen(self) -> None:
         """Exclude the currently frozen parameters of the backbone from `parameter_parts`."""
         named = self.backbone.named_parameters()
@@ -481,22 +525,21 @@ class Embedder(nn.Module):
         """
         home = find_embedder(Path(folder))
         description, tensors = read_embedder(home)
-        backbone = description["architecture"].get("backbone")
-        custom = isinstance(backbone, str) and backbone.startswith(OWN)
-        if not isinstance(module, nn.Module | None) or (module is not None and not custom):
-            raise ValueError(
-                f"module must be a torch.nn.Module for a custom network, got {shown(module)} for "
-                f"{shown(backbone)}"
-            )
-        if custom and module is None:
+        backbone = str(description["architecture"].get("backbone"))
+        if backbone.startswith(OWN) and module is None:
             kind = backbone.removeprefix(OWN)
             raise UsageError(
                 f"{home} contains a custom network, {shown(kind)}, whose code is not saved. Load "
                 f"it in Python: Embedder.load({str(home)!r}, module={kind}(…))"
             )
+        if module is not None and not backbone.startswith(OWN):
+            raise ValueError(f"{home} contains {shown(backbone)}, which takes no module")
         try:
             architecture = Architecture(**description["architecture"])
-            preprocessing = input_from_json(description["preprocessing"])
+            pixels = description["preprocessing"]
+            preprocessing: Input = (
+                Tensors(**pixels) if "shape" in pixels else Preprocessing.from_json(pixels)
+            )
             record = WeightsRecord(**description["weights"])
             with preserve_rng_state():
                 if module is None:
@@ -602,6 +645,9 @@ def _check_memory(name: str, preprocessing: Input, tensors: Mapping[str, Tensor]
 @torch.no_grad()
 def _probe_custom(module: nn.Module, preprocessing: Input) -> int:
     """Return the dimension of a custom network; raise unless it returns finite vectors."""
+    if not isinstance(module, nn.Module):
+        what = "a class: write Net()" if isinstance(module, type) else shown(module)
+        raise ValueError(f"module must be a torch.nn.Module, got {what}")
     sample = preprocessing.sample(2, torch.Generator().manual_seed(0))
     device = next((value.device for value in module.parameters()), torch.device("cpu"))
     batch = preprocessing.normalize(sample).to(device)

@@ -5,7 +5,7 @@ safetensors file that it names are downloaded; no code of a repository is run.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from numbers import Real
@@ -26,7 +26,6 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from proximetry import __version__
 from proximetry._util.errors import UsageError, shorten, shown, spaced
-from proximetry.data.images import described_size
 from proximetry.models import weights
 from proximetry.models.embedder import Embedder, versions
 from proximetry.models.storage import (
@@ -120,9 +119,10 @@ def _explained(repo_id: str) -> Iterator[None]:
 
 def make_card(embedder: Embedder, repo_id: str, license: str | None) -> str:
     """Return the README.md of the embedder's repository."""
-    name = _recipe(embedder, "data", "dataset")
+    network, pixels = embedder.architecture, embedder.preprocessing
+    recipe, metrics = embedder.recipe, embedder.metrics or {}
+    name = _recipe(recipe, "data", "dataset")
     dataset = "a folder of images" if name in ("", "folder") else name
-    metrics = embedder.metrics or {}
     figures = list(_figures(metrics))
     results = [
         EvalResult(
@@ -146,18 +146,65 @@ def make_card(embedder: Embedder, repo_id: str, license: str | None) -> str:
         model_name=repo_id.rpartition("/")[2] if results else None,
         eval_results=results or None,
     )
-    parts = [_usage(embedder, repo_id)]
-    if figures:
-        protocol = _PROTOCOLS.get(str(metrics.get("protocol")), "")
-        parts.append(
-            f"## Evaluation\n\nMeasured on {dataset}; metrics are fractions. {protocol}".rstrip()
-            + "\n\n| images | metric | value |\n|---|---|---|"
-        )
-        for split, part, metric, value in figures:
-            images = ", ".join(filter(None, (_SPLITS.get(split, split), part)))
-            parts[-1] += f"\n| {_plain(images)} | {_plain(metric)} | {value:.4f} |"
-    parts += [_training(embedder, dataset), _preprocessing(embedder)]
-    return f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"
+    measured = f"Measured on {dataset}; metrics are fractions." if figures else "Not measured."
+    evaluation = [("images", "metric", "value")]
+    for split, part, metric, value in figures:
+        images = ", ".join(filter(None, (_SPLITS.get(split, split), part)))
+        evaluation.append((images, metric, f"{value:.4f}"))
+    training = {
+        "setting": "value",
+        **{key: value for key, value in network.to_json().items() if value is not False},
+        "dim": embedder.dim,
+        "preprocessing": pixels,
+        "initial weights": embedder.weights.origin,
+        "recipe": _recipe(recipe, "name"),
+        "dataset": dataset if recipe else "",
+        "loss": _recipe(recipe, "loss", "name"),
+        "epochs": _recipe(recipe, "training", "epochs"),
+        "seed": _recipe(recipe, "training", "seed"),
+        "fingerprint": embedder.fingerprint(),
+        "saved with": ", ".join(" ".join(pair) for pair in versions().items()),
+    }
+    what = "images" if embedder.takes_images else str(pixels)
+    classes, bits = embedder.class_names, embedder.bits
+    trained = f", trained on {spaced(len(classes))} classes" if classes else ""
+    codes = f" Its signs are {bits}-bit codes for Hamming distance." if bits else ""
+    return f"""---
+{front.to_yaml()}
+---
+
+# {repo_id}
+
+An embedder of {what}: {_plain(network.backbone)}, {embedder.dim} dimensions{trained}.
+
+**Intended use**: retrieving {what} of the same class by {network.similarity} similarity. Evaluate \
+it first on {what} that differ from its training data.{codes}
+
+```python
+from proximetry.models import Embedder
+
+embedder = Embedder.from_hub("{repo_id}")
+vectors = embedder.encode({'["one.jpg", "other.jpg"]' if embedder.takes_images else "arrays"})
+```
+
+Command line: `proximetry evaluate hub:{repo_id} FOLDER`.
+
+## Evaluation
+
+{measured} {_PROTOCOLS.get(str(metrics.get("protocol")), "")}
+
+{_table(evaluation)}
+
+## Training
+
+{_table(training.items())}
+"""
+
+
+def _table(rows: Iterable[Sequence[object]]) -> str:
+    """Return a table in Markdown, without the rows that end in ""; the first is the header."""
+    lines = [f"| {' | '.join(map(_plain, row))} |" for row in rows if row[-1] != ""]
+    return "\n".join([lines[0], "|---" * (lines[0].count("|") - 1) + "|", *lines[1:]])
 
 
 def _figures(
@@ -174,70 +221,14 @@ def _figures(
             yield split, part, str(name), float(value)
 
 
-def _recipe(embedder: Embedder, *keys: str) -> str:
+def _recipe(recipe: Any, *keys: str) -> str:
     """Return a value of the recipe as text, "" if it is missing."""
-    value: Any = embedder.recipe
     for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return "" if value is None else _plain(value)
+        recipe = recipe.get(key) if isinstance(recipe, Mapping) else None
+    return "" if recipe is None else _plain(recipe)
 
 
 def _plain(value: object) -> str:
     """Return one line of text without markup, for a table."""
     words = " ".join(str(value).split())
     return shorten("".join(c for c in words if c not in "`|<>[]\\"), 200)
-
-
-def _usage(embedder: Embedder, repo_id: str) -> str:
-    what = "images" if embedder.takes_images else str(embedder.preprocessing)
-    inputs = '["one.jpg", "other.jpg"]' if embedder.takes_images else "arrays"
-    classes = embedder.class_names
-    trained = f", trained on {spaced(len(classes))} classes" if classes else ""
-    bits = embedder.bits
-    codes = f" Its signs are {bits}-bit codes for Hamming distance." if bits else ""
-    return f"""# {repo_id}
-
-An embedder of {what}: {_plain(embedder.architecture.backbone)}, {embedder.dim} dimensions{trained}.
-
-**Intended use**: retrieving {what} of the same class by {embedder.architecture.similarity} \
-similarity. Evaluate it first on {what} that differ from its training data.{codes}
-
-```python
-from proximetry.models import Embedder
-
-embedder = Embedder.from_hub("{repo_id}")
-vectors = embedder.encode({inputs})
-```
-
-Command line: `proximetry evaluate hub:{repo_id} FOLDER`."""
-
-
-def _training(embedder: Embedder, dataset: str) -> str:
-    settings = embedder.architecture.to_json()
-    rows = {
-        **{name: value for name, value in settings.items() if value is not False},
-        "dim": embedder.dim,
-        "initial weights": embedder.weights.origin,
-        "recipe": _recipe(embedder, "name"),
-        "dataset": dataset if embedder.recipe else "",
-        "loss": _recipe(embedder, "loss", "name"),
-        "epochs": _recipe(embedder, "training", "epochs"),
-        "seed": _recipe(embedder, "training", "seed"),
-        "fingerprint": embedder.fingerprint(),
-        "saved with": ", ".join(" ".join(pair) for pair in versions().items()),
-    }
-    lines = [f"| {name} | {_plain(value)} |" for name, value in rows.items() if value != ""]
-    recipe = ["\nThe full recipe is in `embedder.json`."] if embedder.recipe else []
-    return "\n".join(["## Training", "", "| network | |", "|---|---|", *lines, *recipe])
-
-
-def _preprocessing(embedder: Embedder) -> str:
-    pixels = embedder.preprocessing
-    if not embedder.takes_images:
-        return f"## Preprocessing\n\nNone: the input is float32 {pixels}."
-    return f"""## Preprocessing
-
-Resize to {described_size(pixels.resize)} pixels ({pixels.interpolation}), center crop \
-{pixels.crop[0]} × {pixels.crop[1]}, {pixels.channels} × {pixels.scale:.6g}, mean \
-{list(pixels.mean)}, std {list(pixels.std)}. `encode` does all of it; ONNX files of \
-`proximetry export` do all but resizing and cropping."""

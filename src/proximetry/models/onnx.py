@@ -80,28 +80,29 @@ def _metadata(embedder: Embedder) -> dict[str, str]:
         before = {name: inside.pop(name) for name in ("resize", "crop", "interpolation")}
         inputs = {
             "input": "float32 [batch, 3, height, width]: upright RGB with values 0..255, resized "
-            "and cropped as in `preprocessing`. The normalization (channel order, scale, mean, "
-            "std) is inside the graph and must not be applied again.",
+            "and cropped as in `preprocessing`. The normalization is inside the graph and must "
+            "not be applied again.",
             "preprocessing": json.dumps(before),
             "resize": f"with Pillow: {size}, filter = interpolation",
             "crop": "(height, width) in the center, from round((side - crop) / 2), halves to even",
             "normalization": json.dumps(inside),
         }
     else:
-        shape = ", ".join(map(str, inside["shape"]))
-        inputs = {"input": f"float32 [batch, {shape}], not normalized."}
-    length = "of unit length" if network.normalize else "not normalized"
-    codes = (
-        f" Binary codes of {embedder.bits} bits are their signs: numpy.packbits(embeddings > 0, "
-        "axis=1), compared by Hamming distance."
-        if embedder.bits
-        else ""
+        inputs = {"input": f"float32, {embedder.preprocessing}, not normalized."}
+    output = (
+        f"float32 [batch, {embedder.dim}]: embeddings, "
+        f"{'of unit length' if network.normalize else 'not normalized'}, to be compared by "
+        f"{network.similarity} similarity."
     )
+    if embedder.bits:
+        output += (
+            f" Binary codes of {embedder.bits} bits are their signs: numpy.packbits(embeddings > "
+            "0, axis=1), compared by Hamming distance."
+        )
     return {
         "proximetry": "embedder",
         **inputs,
-        "output": f"float32 [batch, {embedder.dim}]: embeddings, {length}, to be compared by "
-        f"{network.similarity} similarity.{codes}",
+        "output": output,
         "similarity": network.similarity,
         "architecture": json.dumps(network.to_json()),
         "versions": json.dumps(versions()),

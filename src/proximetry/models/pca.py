@@ -6,6 +6,7 @@ variance, so prefixes of the vectors can be used directly.
 """
 
 import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -104,5 +105,10 @@ def with_pca(embedder: Embedder, axes: Tensor) -> Embedder:
     if isinstance(head, nn.Linear):
         weight = torch.mm(axes.double(), head.weight.double())
         bias = torch.mv(axes.double(), head.bias.double())
-    reduced.replace_head(weight, bias)
+    dim = len(axes)
+    reduced.dim, reduced.bits = dim, None
+    reduced.architecture = replace(embedder.architecture, dim=dim, binary=False)
+    # On "meta" the initialization draws no random numbers.
+    reduced.head = nn.Linear(embedder.width, dim, device="meta").to_empty(device=weight.device)
+    reduced.head.load_state_dict({"weight": weight, "bias": bias})
     return reduced

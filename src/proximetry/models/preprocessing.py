@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import floor, isfinite, prod
+from math import floor, prod
 from typing import Any, Literal, Self, TypeAlias, get_args
 
 import numpy as np
@@ -22,7 +22,7 @@ from proximetry.data.images import (
 )
 from proximetry.models.names import LARGEST_SIDE
 
-_LARGEST_PIXEL = 1e9  # its square fits float32
+_LARGEST = 1e9  # mean, std and scale of pixels, and their inverses
 _LARGEST_TENSOR = 2**28  # values: 1 GB
 Channels = Literal["RGB", "BGR"]
 ImageSource: TypeAlias = "Source | Tensor"
@@ -51,10 +51,18 @@ class Preprocessing:
             if isinstance(getattr(self, name), list):  # from JSON
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         sides = self.resize if isinstance(self.resize, tuple) else (self.resize,) * 2
-        for name, pair in (("resize", sides), ("crop", self.crop)):
-            if not _are(pair, 2, int) or not all(1 <= side <= LARGEST_SIDE for side in pair):
+        number = (int, float)
+        for name, values, length, kinds, low, high in (
+            ("resize", sides, 2, (int,), 1, LARGEST_SIDE),
+            ("crop", self.crop, 2, (int,), 1, LARGEST_SIDE),
+            ("mean", self.mean, 3, number, -_LARGEST, _LARGEST),
+            ("std", self.std, 3, number, 1 / _LARGEST, _LARGEST),
+            ("scale", (self.scale,), 1, number, 1 / _LARGEST, _LARGEST),
+        ):
+            valid = isinstance(values, tuple) and len(values) == length
+            if not valid or not all(type(v) in kinds and low <= v <= high for v in values):
                 raise ValueError(
-                    f"{name} must be (height, width) from 1 to {LARGEST_SIDE} pixels, got "
+                    f"{name} must have {length} numbers from {low:g} to {high:g}, got "
                     f"{shown(getattr(self, name))}"
                 )
         least = self.crop if isinstance(self.resize, tuple) else (min(self.crop),) * 2
@@ -62,17 +70,6 @@ class Preprocessing:
             size, crop, enough = (f"{h}×{w}" for h, w in (sides, self.crop, least))
             raise ValueError(
                 f"resize {size} is smaller than the crop {crop}. Use at least {enough}."
-            )
-        for name, values in (("mean", self.mean), ("std", self.std), ("scale", (self.scale,) * 3)):
-            if not _are(values, 3, int, float) or not all(map(isfinite, values)):
-                raise ValueError(f"{name} must be finite, got {shown(getattr(self, name))}")
-        if min(self.std) <= 0 or self.scale <= 0:
-            raise ValueError(f"std {self.std!r} and scale {self.scale!r} must be positive")
-        sizes = [abs(value / self.scale) for value in self.mean]
-        sizes += [self.scale / value for value in self.std]
-        if max(sizes) > _LARGEST_PIXEL:
-            raise ValueError(
-                f"mean {self.mean}, std {self.std} and scale {self.scale} give too large pixels"
             )
         if self.channels not in get_args(Channels):
             raise ValueError(f"channels must be 'RGB' or 'BGR', got {shown(self.channels)}")
@@ -170,10 +167,7 @@ class Preprocessing:
         return (pixels.float() - shift) * factor
 
     def transform(self) -> Callable[[ImageSource], Tensor]:
-        """Return a transform for a torch Dataset: image in, float32 [3, H, W] out.
-
-        Bit-equal to `Embedder.encode` for a path or the bytes of a file. Picklable.
-        """
+        """Return a transform for a torch Dataset: image in, float32 [3, H, W] out. Picklable."""
         return self._transform
 
     def _transform(self, source: ImageSource) -> Tensor:
@@ -192,15 +186,6 @@ class Preprocessing:
         return cls(**values)
 
 
-def _are(values: object, count: int, *kinds: type) -> bool:
-    """Whether this is a tuple of `count` values of these types."""
-    return (
-        isinstance(values, tuple)
-        and len(values) == count
-        and all(type(value) in kinds for value in values)
-    )
-
-
 @dataclass(frozen=True)
 class Tensors:
     """Input of one shape without preprocessing: vectors, spectrograms, other tensors."""
@@ -209,10 +194,11 @@ class Tensors:
 
     def __post_init__(self) -> None:
         sides = tuple(self.shape) if isinstance(self.shape, Sequence) else ()
-        valid = sides and _are(sides, len(sides), int) and min(sides) >= 1
+        valid = sides and all(type(side) is int and side >= 1 for side in sides)
         if not valid or prod(sides) > _LARGEST_TENSOR:
             raise ValueError(
-                f"shape must be positive integers, such as (1, 28, 28), got {shown(self.shape)}"
+                "preprocessing must be a Preprocessing or a shape of positive integers, such as "
+                f"(1, 28, 28), got {shown(self.shape)}"
             )
         object.__setattr__(self, "shape", sides)
 
@@ -242,10 +228,3 @@ class Tensors:
 
 Input: TypeAlias = Preprocessing | Tensors
 """Input of an embedder."""
-
-
-def input_from_json(values: Mapping[str, Any]) -> Input:
-    """Create either from the result of `dataclasses.asdict`."""
-    if set(values) == {"shape"}:
-        return Tensors(tuple(values["shape"]))
-    return Preprocessing.from_json(values)

