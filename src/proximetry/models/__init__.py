@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from proximetry._util.errors import lazy_exports
 
 if TYPE_CHECKING:
+    from proximetry.models.architecture import Architecture
     from proximetry.models.backbones import (
         evaluating,
         freeze_batchnorm,
         list_backbones,
         set_batchnorm_momentum,
     )
-    from proximetry.models.embedder import Architecture, Embedder
+    from proximetry.models.embedder import Embedder
     from proximetry.models.pooling import GeM
     from proximetry.models.preprocessing import Preprocessing, Tensors
     from proximetry.models.weights import WeightsError, WeightsRecord
@@ -36,10 +37,11 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
+        "architecture": ("Architecture",),
         "backbones": (
             *("evaluating", "freeze_batchnorm", "list_backbones", "set_batchnorm_momentum"),
         ),
-        "embedder": ("Architecture", "Embedder"),
+        "embedder": ("Embedder",),
         "pooling": ("GeM",),
         "preprocessing": ("Preprocessing", "Tensors"),
         "weights": ("WeightsError", "WeightsRecord"),
