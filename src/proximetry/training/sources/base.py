@@ -45,14 +45,18 @@ class Batch(NamedTuple):
         rows: of the catalog.
         labels: their classes.
         mine: the part in the whole batch, which has ``total`` rows.
-        generator: draws for the whole batch, so that nothing depends on the number of processes.
+        key: the seed of the run, the epoch, the number of the batch.
     """
 
     rows: Rows
-    labels: Tensor
+    labels: Rows
     mine: slice
     total: int
-    generator: torch.Generator
+    key: tuple[int, int, int]
+
+    def generator(self) -> torch.Generator:
+        """Return what draws for the whole batch, whatever the number of processes."""
+        return torch.Generator().manual_seed(derive_seed(*self.key))
 
 
 class TrainingData(ABC):
@@ -113,11 +117,10 @@ class TrainingData(ABC):
 
     def _batch(self, epoch: int, number: int) -> Batch:
         chosen = self.sampler.batch(epoch, number)
-        seed = derive_seed(self._recipe.training.seed, epoch, number)
         mine = self.world.share(len(chosen))
-        labels = torch.from_numpy(self._codes[chosen[mine]])
-        rows = self.rows["train"][chosen[mine]]
-        return Batch(rows, labels, mine, len(chosen), torch.Generator().manual_seed(seed))
+        rows, labels = self.rows["train"][chosen[mine]], self._codes[chosen[mine]]
+        key = self._recipe.training.seed, epoch, number
+        return Batch(rows, labels, mine, len(chosen), key)
 
     def _filled(self, rows: Rows, batch_size: int) -> Rows:
         """Repeat the last row to fill the last batch on a GPU: a CUDA graph has one batch size."""

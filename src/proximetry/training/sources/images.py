@@ -217,11 +217,12 @@ class ImageData(TrainingData):
 
         def batches() -> Iterator[Rows]:
             for number in numbers:
-                rows, labels, mine, total, generator = self._batch(epoch, number)
-                uniforms = self._augment.draw_uniforms(total, generator)[mine]
-                colors = self._colors.draw(total, generator)[mine] if self._colors else None
-                draws.append((uniforms, colors, labels))
-                yield rows
+                batch = self._batch(epoch, number)
+                generator, mine = batch.generator(), batch.mine
+                uniforms = self._augment.draw_uniforms(batch.total, generator)[mine]
+                colors = self._colors.draw(batch.total, generator)[mine] if self._colors else None
+                draws.append((uniforms, colors, torch.from_numpy(batch.labels)))
+                yield batch.rows
 
         on_cuda = self.world.device.type == "cuda"
         for pixels, rows in _read(self._source, batches()):
