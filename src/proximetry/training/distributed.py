@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from proximetry._util.errors import UsageError, shown
+from proximetry._util.errors import UsageError, counted, shown
 from proximetry._util.machine import resolve_device
 from proximetry.recipe.auto import DeviceFacts
 
@@ -160,10 +160,7 @@ def any_rank(flag: bool, world: World) -> bool:
 
 
 def share_buffers(module: nn.Module, world: World) -> None:
-    """Copy the buffers of rank 0, which are saved, to every rank.
-
-    Batch norm has seen another part of each batch on every rank.
-    """
+    """Copy the buffers of rank 0, which are saved, to every rank: batch norm differs there."""
     if world.size > 1:
         for buffer in module.buffers():
             shared = buffer.contiguous()
@@ -191,8 +188,7 @@ def device_facts(world: World) -> DeviceFacts:
             processes=world.size,
         )
     else:
-        threads = torch.get_num_threads()
-        name = f"the CPU ({threads} thread{'s' * (threads > 1)})"
+        name = f"the CPU ({counted(torch.get_num_threads(), 'thread')})"
         facts = DeviceFacts(name, processes=world.size)
     if world.size == 1:
         return facts

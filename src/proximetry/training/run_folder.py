@@ -133,28 +133,17 @@ class SavedRun:
 
 
 class RunFolder:
-    """The files of a run; only rank 0 writes.
-
-    Attributes:
-        recipe: the resolved recipe.
-        environment: versions, seed, command, commit, device.
-        metrics: one JSON object per line and epoch.
-        results: metrics, protocol, selected epoch.
-        embedder: the folder of the trained embedder.
-        last: the newest checkpoint.
-        best: the checkpoint of the selected epoch so far.
-        lock: the lock file of the process that writes here.
-    """
+    """The files of a run; only rank 0 writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.recipe = path / "recipe.yaml"
+        self.recipe = path / "recipe.yaml"  # resolved
         self.environment = path / "environment.json"
-        self.metrics = path / "metrics.jsonl"
+        self.metrics = path / "metrics.jsonl"  # an object per epoch
         self.results = path / "results.json"
         self.embedder = path / "embedder"
         self.last = path / "checkpoints" / "last.safetensors"
-        self.best = path / "checkpoints" / "best.safetensors"
+        self.best = path / "checkpoints" / "best.safetensors"  # of the selected epoch so far
         self.lock = path / LOCK
         self._lock: BaseFileLock | None = None
 
@@ -282,13 +271,12 @@ class RunFolder:
         """Return whether another process trains here; False on a file system without locks."""
         from filelock import FileLock, Timeout
 
-        try:
-            if self.lock.exists():
-                FileLock(self.lock).acquire(timeout=0).lock.release()
-        except Timeout:
-            return True
-        except (OSError, NotImplementedError):
-            pass
+        with suppress(OSError, NotImplementedError):
+            try:
+                if self.lock.exists():
+                    FileLock(self.lock).acquire(timeout=0).lock.release()
+            except Timeout:
+                return True
         return False
 
     def remove(self) -> None:

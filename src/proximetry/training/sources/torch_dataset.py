@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from proximetry._util.errors import UsageError, shown, spaced
 from proximetry._util.machine import cores, preserve_rng_state
@@ -129,17 +129,16 @@ def _plain_label(label: Any) -> Any:
 
 def _labels(name: str, dataset: Any, display: Display) -> list[Any]:
     """Return the labels of all items: those the dataset lists, if they are right, else read."""
-    listed = _listed(dataset)
-    if listed is not None:
-        probes = sorted({0, len(dataset) // 2, len(dataset) - 1})
-        if all(_read_item(name, dataset, row)[1] == listed[row] for row in probes):
-            return listed
-    display.message(f"reading {spaced(len(dataset))} items of {name} once, for their labels…")
+    listed, rows = _listed(dataset), range(len(dataset))
+    probes = (rows[0], rows[len(rows) // 2], rows[-1])
+    if listed and all(_read_item(name, dataset, row)[1] == listed[row] for row in probes):
+        return listed
+    display.message(f"reading {spaced(len(rows))} items of {name} once, for their labels…")
     labels: list[Any] = []
-    tasks = [range(len(dataset))[part] for part in chunks(len(dataset), _LABELS_PER_TASK)]
+    tasks = [rows[part] for part in chunks(len(rows), _LABELS_PER_TASK)]
     for part in _map(partial(_read_labels, name, dataset), tasks):
         labels += part
-        display.progress("labels", len(labels), len(dataset))
+        display.progress("labels", len(labels), len(rows))
     return labels
 
 
@@ -148,9 +147,6 @@ def _listed(dataset: Any) -> list[Any] | None:
     if isinstance(dataset, Subset):
         inner = _listed(dataset.dataset)
         return None if inner is None else [inner[row] for row in dataset.indices]
-    if isinstance(dataset, ConcatDataset):
-        parts = [_listed(part) for part in dataset.datasets]
-        return None if None in parts else [label for part in parts for label in part or ()]
     for name in ("targets", "labels"):
         labels = getattr(dataset, name, None)
         if isinstance(labels, Tensor | np.ndarray):
