@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from proximetry._util.errors import UsageError, counted, shown
+from proximetry._util.errors import UsageError, shown
 from proximetry._util.machine import resolve_device
 from proximetry.recipe.auto import DeviceFacts
 
@@ -188,7 +188,8 @@ def device_facts(world: World) -> DeviceFacts:
             processes=world.size,
         )
     else:
-        name = f"the CPU ({counted(torch.get_num_threads(), 'thread')})"
+        threads = torch.get_num_threads()
+        name = f"the CPU ({threads} thread{'s' * (threads > 1)})"
         facts = DeviceFacts(name, processes=world.size)
     if world.size == 1:
         return facts
