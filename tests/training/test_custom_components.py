@@ -2,6 +2,7 @@
 
 import multiprocessing
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -86,8 +87,9 @@ def tiny(cache):
 def test_torch_dataset_trains_like_its_folder(images, cache, tmp_path):
     recipe = make_recipe(images, cache, training={"epochs": 2}, data={"color_jitter": 0.3})
     train(recipe, tmp_path / "folder")
-    messages = Messages()
+    messages, handler = Messages(), signal.getsignal(signal.SIGCHLD)
     train(recipe, tmp_path / "own", data=Images(images), display=messages)
+    assert signal.getsignal(signal.SIGCHLD) == handler  # that of torch raises anywhere
     assert_same_run_of_other_names(tmp_path / "folder", tmp_path / "own")
     assert RunFolder(tmp_path / "own").read_recipe().data.dataset == "own:Images"
     assert any("images from the dataset" in line for line in messages.lines)

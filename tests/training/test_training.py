@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from proximetry._util import files
 from proximetry.losses import LOSSES
 from proximetry.models import Embedder
 from proximetry.training import (
@@ -638,7 +639,8 @@ def test_unusable_run_folders_are_rejected(recipe, tmp_path, monkeypatch):
             begin(two_stages, tmp_path / "mine")
     unwritable = [Path("/proc/run")] if sys.platform == "linux" else []  # for root too
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "touch", lambda path: fail(PermissionError(13, "Permission denied")))
+        denied = PermissionError(13, "Permission denied")
+        patch.setattr(files, "TemporaryFile", lambda dir: fail(denied))
         for out in (tmp_path / "new" / "run", *unwritable):
             with pytest.raises(PlaceError, match="is not writable"):
                 RunFolder(out).check_place()

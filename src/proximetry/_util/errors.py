@@ -80,8 +80,9 @@ def spaced(number: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number and its noun: 1 image, 12 000 images."""
-    return f"{spaced(number)} {noun}{'' if number == 1 else 's'}"
+    """Return a number and its noun: 1 image, 12 000 images, 3 classes."""
+    plural = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{spaced(number)} {noun}{plural}"
 
 
 def readable_size(count: float) -> str:

@@ -1,7 +1,7 @@
 """Checkpoints: the state of a run in one safetensors file, written atomically, without pickle.
 
-A file holds the tensors of each module under the name of the module, everything else as JSON in its
-header, and a checksum of all its bytes. It can be loaded on any number of processes.
+A file has the tensors of each module, everything else as JSON in its header, and a checksum of all
+its bytes. It can be loaded on any number of processes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from proximetry.training.loop import Run
 
 FORMAT = 2
-_REMEDY = "Put {} back, or start over with --fresh."
 
 
 class RunError(ValueError):
@@ -47,7 +46,7 @@ class CheckpointError(RunError):
     """A checkpoint that cannot be used, and why."""
 
     def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(f"{path} {problem}. {_REMEDY.format(path)}")
+        super().__init__(f"{path} {problem}. Put {path} back, or start over with --fresh.")
 
 
 @dataclass
@@ -192,8 +191,7 @@ def check_same_images(folder: Path, before: Mapping[str, Any], now: Mapping[str,
 
     Files that were moved or renamed are the same if their contents are.
     """
-    contents = before["contents"], now["contents"]
-    known = None not in contents and len({*map(len, contents)}) == 1  # digests of one kind
+    known = None not in (before["contents"], now["contents"])
     if all(before[key] == now[key] for key in ("rows", "contents" if known else "paths")):
         return
     changes = [
@@ -215,23 +213,19 @@ def save_checkpoint(
     path: Path, modules: dict[str, nn.Module], optimizer: Optimizer, state: dict[str, Any]
 ) -> None:
     """Write modules, optimizer and plain state to a file."""
-    tensors: dict[str, Tensor] = {}
-    for part, module in modules.items():
-        for name, tensor in module.state_dict().items():
-            tensors[f"{part}.{name}"] = tensor.detach().cpu().contiguous().clone()
-    flat = optimizer.state_dict()
-    plain: dict[str, dict[str, Any]] = {}
-    for index, values in flat["state"].items():
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                tensors[f"optimizer.{index}.{name}"] = value.detach().cpu().contiguous().clone()
-            else:
-                plain.setdefault(str(index), {})[name] = value
+    saved = optimizer.state_dict()
+    parts = {part: module.state_dict() for part, module in modules.items()}
+    parts |= {f"optimizer.{index}": values for index, values in saved["state"].items()}
+    tensors = {
+        f"{part}.{name}": tensor.detach().cpu().contiguous().clone()
+        for part, values in parts.items()
+        for name, tensor in values.items()
+    }
     header = {
         CHECKSUM: SEAL,  # first: `sealed` replaces the first one
         "format": FORMAT,
         "state": state,
-        "optimizer": {"groups": flat["param_groups"], "plain": plain},
+        "optimizer": {"groups": saved["param_groups"]},
     }
     atomic_write(path, sealed(save(tensors, {"proximetry": json.dumps(header)})))
 
@@ -255,7 +249,7 @@ def load_checkpoint(
 
     ``check`` may reject the state before anything is changed.
     """
-    header, content = _read(path)
+    header, content = read_header(path)
     check(header["state"])
     tensors = load(content)
     for part, module in modules.items():
@@ -269,12 +263,8 @@ def load_checkpoint(
             if key.startswith("optimizer."):
                 _, index, name = key.split(".", 2)
                 states.setdefault(int(index), {})[name] = tensor
-        for index, values in header["optimizer"]["plain"].items():
-            states.setdefault(int(index), {}).update(values)
         groups = header["optimizer"]["groups"]
         for group, own in zip(groups, optimizer.param_groups, strict=False):
-            if "betas" in group:
-                group["betas"] = tuple(group["betas"])
             group["fused"] = own["fused"]  # depends on the device, not on the run
         optimizer.load_state_dict({"state": states, "param_groups": groups})
         for parameter, values in optimizer.state.items():
@@ -285,15 +275,9 @@ def load_checkpoint(
     return state
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """Return the plain state from the header of a checkpoint, without verifying the checksum."""
-    state: dict[str, Any] = _read(path, whole=False)[0]["state"]
-    return state
-
-
 def read_part(path: Path, part: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the plain state of a checkpoint, and the tensors of one of its modules by name."""
-    header, content = _read(path)
+    header, content = read_header(path)
     return header["state"], _part(load(content), part)
 
 
@@ -302,8 +286,8 @@ def _part(tensors: dict[str, Tensor], part: str) -> dict[str, Tensor]:
     return {key[len(prefix) :]: one for key, one in tensors.items() if key.startswith(prefix)}
 
 
-def _read(path: Path, *, whole: bool = True) -> tuple[dict[str, Any], bytes]:
-    """Return the header of a checkpoint and all of its bytes, whose checksum is verified."""
+def read_header(path: Path, *, whole: bool = True) -> tuple[dict[str, Any], bytes]:
+    """Return the header of a checkpoint and, if ``whole``, all bytes with a valid checksum."""
     try:
         with path.open("rb") as file:
             content = file.read(8)

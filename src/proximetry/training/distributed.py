@@ -160,10 +160,7 @@ def any_rank(flag: bool, world: World) -> bool:
 
 
 def share_buffers(module: nn.Module, world: World) -> None:
-    """Copy the buffers of rank 0, which are saved, to every rank.
-
-    Batch norm has seen another part of each batch on every rank.
-    """
+    """Copy the buffers of rank 0, which are saved, to every rank: batch norm differs there."""
     if world.size > 1:
         for buffer in module.buffers():
             shared = buffer.contiguous()

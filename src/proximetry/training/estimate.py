@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from proximetry._util.errors import first_few, readable_seconds, readable_size, spaced
+from proximetry._util.errors import counted, first_few, readable_seconds, readable_size
 from proximetry.data.cache import Bad, cache_home, describe_copies, raise_unreadable
 from proximetry.data.images import ImageError
 from proximetry.data.loader import decode, parallel_map
@@ -28,15 +28,9 @@ from proximetry.training.run import (
     first_stage,
     preserve_torch_state,
 )
-from proximetry.training.run_folder import FIRST_STAGE, RunFolder, SavedRun
+from proximetry.training.run_folder import FIRST_STAGE, RunFolder
 from proximetry.training.sources.base import cache_sizes
-from proximetry.training.sources.images import (
-    ImageData,
-    check_space,
-    free_space,
-    second_cache,
-    without,
-)
+from proximetry.training.sources.images import ImageData, check_space, free_space, without
 from proximetry.training.step import autocast
 
 STEPS = 2
@@ -80,8 +74,7 @@ def dry_run(
 ) -> dict[str, Any]:
     """Validate a run as `train` does, and return its expected time and memory.
 
-    Raises what the run would raise, about the data, the weights, the loss or the folder. Images are
-    decoded, `MAX_DECODED` at most.
+    Raises what the run would raise. Images are decoded, `MAX_DECODED` at most.
     """
     world = join_processes(device)
     notes = _Notes(display if display is not None and world.leads else Display())
@@ -97,19 +90,13 @@ def dry_run(
         if saved is not None:
             check_rows(saved, run.recipe, run.data.catalog)
         notes.lines.remove(run.choices[0])
-        state, done = _progress(saved, run.recipe)
-        if replaces:
-            state = "new; the complete run there will be removed"
-        return _estimate(run, notes, state, run.recipe.training.epochs - done)
-
-
-def _progress(saved: SavedRun | None, recipe: Recipe) -> tuple[str, int]:
-    """Return the state of a saved run in words, and its complete epochs."""
-    if saved is None:
-        return "new", 0
-    if saved.checkpoint is None or saved.is_complete(recipe):
-        return "complete already", recipe.training.epochs
-    return "resumed", saved.checkpoint["state"]["epoch"]
+        epochs = run.recipe.training.epochs
+        state = "new; the complete run there will be removed" if replaces else "new"
+        if saved is not None and (saved.checkpoint is None or saved.is_complete(run.recipe)):
+            state, epochs = "complete already", 0
+        elif saved is not None and saved.checkpoint is not None:
+            state, epochs = "resumed", epochs - saved.checkpoint["state"]["epoch"]
+        return _estimate(run, notes, state, epochs)
 
 
 def _estimate(run: Run, notes: _Notes, state: str, epochs: int) -> dict[str, Any]:
@@ -120,7 +107,7 @@ def _estimate(run: Run, notes: _Notes, state: str, epochs: int) -> dict[str, Any
     if storage is None or recipe.data.cache == "none":
         storage = StorageFacts(0, 0, free_space(recipe), 0)
     check_space(recipe, storage.missing)
-    # Before images are decoded, whose peak memory would hide that of a step.
+    # Before images are decoded, which needs more memory than a step.
     training_rate, evaluation_rate, memory = _measure(run, recipe)
     decoded = _Decoded()
     if isinstance(data, ImageData) and epochs:
@@ -139,11 +126,9 @@ def _estimate(run: Run, notes: _Notes, state: str, epochs: int) -> dict[str, Any
         seconds["features"] = max(on_the_fly, sum(map(len, data.rows.values())) / rate)
     else:  # all cores decode while the network computes
         seconds["training"] = max(seconds["training"], epochs * on_the_fly)
-    if storage.missing:
-        sizes = cache_sizes(recipe, embedder.preprocessing)
-        twice = len(second_cache(recipe, data.rows, images, sizes))
-        share = storage.missing / storage.pixels
-        seconds["decoding"] = share * (images + twice) * decoded.seconds_per_image
+    if storage.missing and isinstance(data, ImageData):
+        decodings = storage.missing / storage.pixels * (images + len(data.rows_of_second_cache()))
+        seconds["decoding"] = decodings * decoded.seconds_per_image
     seconds["evaluation"] = epochs and _images_evaluated(run, epochs) / evaluation_rate
     return {
         "data": {
@@ -176,7 +161,7 @@ def _decode(run: Run, display: Display) -> _Decoded:
     """Decode images as the run will, without storing them; raise what it would raise."""
     catalog, preprocessing = run.data.catalog, run.updater.embedder.preprocessing
     rows = np.linspace(0, len(catalog) - 1, min(len(catalog), MAX_DECODED)).astype(int).tolist()
-    display.message(f"checking {_count(len(rows), 'image')}…")
+    display.message(f"checking {counted(len(rows), 'image')}…")
     size, how = cache_sizes(run.recipe, preprocessing)[0], preprocessing.interpolation
     started = time.perf_counter()
     errors: list[tuple[str, str]] = []
@@ -261,12 +246,13 @@ def describe(document: dict[str, Any]) -> str:
     """Format the result of `dry_run` in lines of at most 80 columns where paths allow it."""
     data, recipe, cache = document["data"], Recipe.load(document["recipe"]), document["cache"]
     counts = [
-        f"{_count(data[name]['images'], 'image')} of {_count(data[name]['classes'], 'class')} {use}"
+        f"{counted(data[name]['images'], 'image')} of "
+        f"{counted(data[name]['classes'], 'class')} {use}"
         for name, use in (("train", "to train on"), ("held_out", "held out"), ("test", "to test"))
         if data[name]["images"]
     ]
     if document["decoded"]:
-        counts.append(f"{_count(document['decoded'], 'image')} decoded to check them")
+        counts.append(f"{counted(document['decoded'], 'image')} decoded to check them")
         skipped = [f"skipped {reason}" for reason in document["skipped"]]
         counts += first_few(skipped, "the document of --json")
     missing, seconds = cache["missing_bytes"], document["seconds"]
@@ -279,7 +265,7 @@ def describe(document: dict[str, Any]) -> str:
         "recipe": [
             f"{recipe.name}: {m.backbone}, {'' if side is None else f'{side} px, '}{dim}, "
             f"{recipe.loss.name}",
-            f"{_count(recipe.training.epochs, 'epoch')}, batches of {recipe.data.batch_size}",
+            f"{counted(recipe.training.epochs, 'epoch')}, batches of {recipe.data.batch_size}",
         ],
         "weights": [document["weights"]],
         "device": [document["device"].removeprefix("on ")],
@@ -292,14 +278,5 @@ def describe(document: dict[str, Any]) -> str:
             *(f"{what} {readable_seconds(part)}" for what, part in seconds.items() if part),
         ],
     }
-    text = [
-        f"{'' if number else name:9}{line}"
-        for name, several in lines.items()
-        for number, line in enumerate(several)
-    ]
-    return "\n".join([*text, "Nothing was written."])
-
-
-def _count(number: int, what: str) -> str:
-    plural = "" if number == 1 else "es" if what.endswith("s") else "s"
-    return f"{spaced(number)} {what}{plural}"
+    indented = [f"{name:9}" + f"\n{9 * ' '}".join(part) for name, part in lines.items()]
+    return "\n".join([*indented, "Nothing was written."])

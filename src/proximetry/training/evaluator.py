@@ -110,26 +110,27 @@ def evaluate_embedder(
     metrics = metrics or Metrics()
     check_comparison(catalog, metrics)
     vectors = encode_catalog(embedder, catalog, batch_size, progress)
-    catalog, similarity = with_needed_roles(catalog), embedder.architecture.similarity
-    binary = embedder.architecture.binary
-    return means(
-        score_queries(
-            vectors, catalog, similarity, metrics, eval_dims, binary=binary, progress=progress
-        )
+    scored = score_queries(
+        vectors,
+        with_needed_roles(catalog),
+        embedder.architecture.similarity,
+        metrics,
+        eval_dims,
+        binary=embedder.architecture.binary,
+        progress=progress,
     )
+    return means(scored)
 
 
 def leakage_warnings(embedder: Embedder, catalog: Catalog) -> list[str]:
     """Warn about classes the embedder was trained on, and about duplicate images."""
     known = sorted({*(embedder.class_names or ())} & {*catalog.class_names})
-    warnings = [] if isinstance(catalog, VectorCatalog) else describe_copies(catalog)
-    if known:
-        seen = (
-            f"the embedder was trained on {len(known)} of {len(catalog.class_names)} classes, by "
-            f"their names, so not all classes are unseen: {some(known)}"
-        )
-        warnings = [seen, *warnings]
-    return warnings
+    seen = (
+        f"the embedder was trained on {len(known)} of {len(catalog.class_names)} classes, by their "
+        f"names, so not all classes are unseen: {some(known)}"
+    )
+    copies = [] if isinstance(catalog, VectorCatalog) else describe_copies(catalog)
+    return [seen, *copies] if known else copies
 
 
 def saved_evaluation(embedder: Embedder | None) -> EvaluationConfig:
@@ -242,23 +243,16 @@ class Evaluator:
         return np.asarray(self.data.catalog.labels)
 
     @cached_property
-    def _plain_features(self) -> Callable[[Tensor], Tensor]:
-        return partial(extract_features, self.embedder, stage=self.data.stage)
-
-    @cached_property
-    def _features(self) -> Callable[[Tensor], Tensor]:
-        features = self._plain_features
-        return GraphedInference(features, self.on_graph_failure) if self.graph else features
+    def _graphed(self) -> GraphedInference:
+        features = partial(extract_features, self.embedder, stage=self.data.stage)
+        return GraphedInference(features, self.on_graph_failure)
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
         return dist.group.WORLD if self.world.size > 1 else None
 
     def evaluate(self, splits: Sequence[str], *, full_precision: bool = False) -> Evaluated:
-        """Evaluate the current weights, in the precision of training or in float32.
-
-        A saved embedder is used in float32.
-        """
+        """Evaluate the current weights, in the precision of training or in float32."""
         self._merge()
         share_buffers(self.embedder, self.world)
         with torch.no_grad(), evaluating(self.embedder):
@@ -289,10 +283,11 @@ class Evaluator:
         e, rows = self.recipe.evaluation, self.data.rows[split]
         # The roles of the whole split: those of a share would differ between processes.
         catalog = with_needed_roles(self.data.catalog.subset(rows))
+        part = catalog.subset(self._share(np.arange(len(rows))))
         dims = [dim for dim in e.eval_dims if dim < vectors.shape[1]]
         scored = score_queries(
             vectors,
-            catalog.subset(self._share(np.arange(len(rows)))),
+            part,
             e.similarity,
             e.metrics,
             dims,
@@ -403,9 +398,10 @@ class Evaluator:
         # There may be no rows.
         yield torch.empty(0, self.embedder.width, device=self.world.device)
         left = len(rows)
-        # A graph is recorded in the usual precision, at its first call.
-        usual = not full_precision or self.recipe.training.precision == "float32"
-        features = self._features if usual else self._plain_features
+        features: Any = partial(extract_features, self.embedder, stage=self.data.stage)
+        # A graph is recorded in the precision of training, at its first call.
+        if self.graph and (not full_precision or self.recipe.training.precision == "float32"):
+            features = self._graphed
         for pixels in self.data.views(rows, self.recipe.evaluation.batch_size):
             with self._autocast(full_precision):
                 batch = features(pixels)[:left]  # the last batch may be filled up

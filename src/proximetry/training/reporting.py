@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 class Trackers(AbstractContextManager[Any]):
-    """TensorBoard if it is installed, Weights & Biases if the recipe sets it; on rank 0.
-
-    A context manager that closes both at the end of the run.
-    """
+    """TensorBoard if it is installed, Weights & Biases if the recipe sets it; on rank 0."""
 
     _board: Any = None
     _run: Any = None
@@ -54,11 +51,8 @@ class Trackers(AbstractContextManager[Any]):
 
     def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
         """Log the metrics of an epoch."""
-        flat = {
-            key.replace(".", "/"): value
-            for key, value in flatten(line).items()
-            if isinstance(value, (int, float))
-        }
+        values = {key.replace(".", "/"): value for key, value in flatten(line).items()}
+        flat = {key: value for key, value in values.items() if isinstance(value, (int, float))}
         if self._board is not None:
             with writing(run.folder.path / "tensorboard"):
                 for name, value in flat.items():
@@ -258,10 +252,7 @@ def describe_protocol(results: Mapping[str, Any], select_by: str) -> str:
 
 
 def compared_epochs(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what a run's tables compare: the untrained, the last and the selected embedder.
-
-    If the last epoch was selected, it is there once.
-    """
+    """Return what a run's tables compare: the untrained, the last and the selected embedder."""
     epochs = {"untrained": results["untrained"]} if "untrained" in results else {}
     last, selected = results["last"], results["selected"]
     if results["protocol"] == "last" or last["epoch"] != selected["epoch"]:
@@ -295,28 +286,25 @@ def metrics_table(
     lines: list[tuple[str, Mapping[str, Any]]] = []
     for name, scores in rows.items():
         lines.append((name, scores))
-        lines += [
-            (f"  first {dim} dimensions", part) for dim, part in scores.get("dims", {}).items()
-        ]
+        for dim, part in scores.get("dims", {}).items():
+            lines.append((f"  first {dim} dimensions", part))
         if "codes" in scores:
             lines.append(("  binary codes, Hamming distance", scores["codes"]))
         if "among_train" in scores:
             lines.append((f"  {AMONG_TRAIN}", scores["among_train"]))
-    keys = columns or [
-        key
-        for key, value in {key: v for _, scores in lines for key, v in scores.items()}.items()
-        if isinstance(value, (int, float)) and key not in COUNTS
-    ]
+    values = {key: value for _, scores in lines for key, value in scores.items()}
+    numbers = [key for key, value in values.items() if isinstance(value, (int, float))]
+    keys = columns or [key for key in numbers if key not in COUNTS]
     names = [shorten(name, NAME_WIDTH) for name, _ in lines]
     width = max(map(len, names))
     blocks = []
     for block in _blocks(keys, WIDTH - width):
         text = [" " * width + "".join(f"{key:>{_cell(key)}}" for key in block)]
         for name, (_, scores) in zip(names, lines, strict=True):
-            if any(key in scores for key in block):
-                percent = [f"{100 * scores[key]:.1f}" if key in scores else "–" for key in block]
-                cells = zip(percent, map(_cell, block), strict=True)
-                text.append(f"{name:{width}}" + "".join(f"{cell:>{w}}" for cell, w in cells))
+            percent = {key: f"{100 * scores[key]:.1f}" for key in block if key in scores}
+            cells = [f"{percent.get(key, '–'):>{_cell(key)}}" for key in block]
+            if percent:
+                text.append(f"{name:{width}}" + "".join(cells))
         blocks.append("\n".join(text))
     excluded = {scores.get("queries_without_positive", 0) for scores in rows.values()}
     if any(excluded):

@@ -26,6 +26,7 @@ from proximetry._util.files import (
     check_writable,
     parse_json,
     read_json,
+    read_text,
     sealed_json,
     take_lock,
     writing,
@@ -35,7 +36,7 @@ from proximetry.models.storage import read_embedder
 from proximetry.recipe.auto import keep_choices
 from proximetry.recipe.loading import RecipeError, differences
 from proximetry.recipe.schema import Recipe
-from proximetry.training.checkpoint import CheckpointError, read_state
+from proximetry.training.checkpoint import CheckpointError, read_header
 from proximetry.training.checkpoint import RunError as RunError
 
 if TYPE_CHECKING:
@@ -47,15 +48,27 @@ LOCK_SECONDS = 20.0
 FIRST_STAGE = "first-stage"
 """The folder of the first of the two runs of ``training.two_stages``."""
 
-# What a run writes, by folder; `remove` deletes nothing else.
-_FILES = {
-    "": ("results.json", "metrics.jsonl", "report.html", "comparison.html"),
-    "checkpoints": ("last.safetensors", "epoch-*.safetensors", "best.safetensors"),
-    "embedder": ("embedder.json", "embedder-*.safetensors"),
-    "tensorboard": ("events.out.tfevents.*",),
-    "wandb": ("run-*", "offline-run-*", "latest-run", "debug*.log"),
-}
-_LARGEST_RESULTS = 100_000_000
+# What a run writes; `remove` deletes nothing else, in this order. What an interrupted removal
+# leaves can be resumed, or is no run once the recipe is gone.
+_FILES = (
+    "results.json",
+    "metrics.jsonl",
+    "report.html",
+    "comparison.html",
+    "checkpoints/last.safetensors",
+    "checkpoints/epoch-*.safetensors",
+    "checkpoints/best.safetensors",
+    "embedder/embedder.json",
+    "embedder/embedder-*.safetensors",
+    "tensorboard/events.out.tfevents.*",
+    "wandb/latest-run",
+    "wandb/debug*.log",
+    "wandb/run-*",
+    "wandb/offline-run-*",
+    "environment.json",
+    "recipe.yaml",
+)
+_LARGEST_FILE = 100_000_000
 _COUNTERS = {"epoch", "batch", "step", "stale"}
 _EVALUATE_AGAIN = "Delete results.json to evaluate again, or start over with --fresh."
 _OTHERWISE = "Choose another folder, or start over with --fresh."
@@ -67,14 +80,7 @@ class PlaceError(RunError, UsageError):
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run in a folder, as `RunFolder.inspect` read it.
-
-    Attributes:
-        path: the folder.
-        recipe: the recipe of the run.
-        checkpoint: the plain state of the last checkpoint, if there is one.
-        results: the results, if the run was complete.
-    """
+    """A run in a folder: the plain state of its last checkpoint, and the results if complete."""
 
     path: Path
     recipe: Recipe
@@ -90,23 +96,23 @@ class SavedRun:
         old, new = Path(self.recipe.model.weights), Path(recipe.model.weights)
         if old.exists() and new.exists() and not old.samefile(new):  # else it may have moved
             changed = changed or [f"model.weights {old} → {new}"]
-        before, now = self.recipe.training, recipe.training
-        extended, problem = before.epochs != now.epochs, ""
-        state = {"epoch": 0, "batch": 0} if self.checkpoint is None else self.checkpoint["state"]
-        done = state["epoch"] + (state["batch"] > 0)
+        before, now, problem = self.recipe.training, recipe.training, ""
+        extended = before.epochs != now.epochs
         if changed:
             problem = f"was started with another recipe: {', '.join(changed)}"
         elif self.path.name == FIRST_STAGE and (extended or before.stop_after != now.stop_after):
             problem = "has two stages and cannot be extended"
-        elif extended and recipe.schedule.name == "cosine":
-            problem = (
-                f"has a cosine schedule over {before.epochs} epochs and cannot be resumed with "
-                f"training.epochs {now.epochs}"
-            )
-        elif extended and self.checkpoint is None:
+        elif not extended:
+            return
+        elif recipe.schedule.name == "cosine":
+            problem = f"has a cosine schedule over {before.epochs} epochs and cannot be extended"
+        elif self.checkpoint is None:
             problem = "has no checkpoint"
-        elif extended and now.epochs < done:
-            problem = f"is in epoch {done}, past training.epochs {now.epochs}"
+        else:
+            state = self.checkpoint["state"]
+            done = state["epoch"] + (state["batch"] > 0)
+            if now.epochs < done:
+                problem = f"is in epoch {done}, past training.epochs {now.epochs}"
         if problem:
             raise RunError(f"the run in {self.path} {problem}. {_OTHERWISE}")
 
@@ -127,28 +133,17 @@ class SavedRun:
 
 
 class RunFolder:
-    """The files of a run; only rank 0 writes.
-
-    Attributes:
-        recipe: the resolved recipe.
-        environment: versions, seed, command, commit, device.
-        metrics: one JSON object per line and epoch.
-        results: metrics, protocol, selected epoch.
-        embedder: the folder of the trained embedder.
-        last: the newest checkpoint.
-        best: the checkpoint of the selected epoch so far.
-        lock: the lock file of the process that writes here.
-    """
+    """The files of a run; only rank 0 writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.recipe = path / "recipe.yaml"
+        self.recipe = path / "recipe.yaml"  # resolved
         self.environment = path / "environment.json"
-        self.metrics = path / "metrics.jsonl"
+        self.metrics = path / "metrics.jsonl"  # an object per epoch
         self.results = path / "results.json"
         self.embedder = path / "embedder"
         self.last = path / "checkpoints" / "last.safetensors"
-        self.best = path / "checkpoints" / "best.safetensors"
+        self.best = path / "checkpoints" / "best.safetensors"  # of the selected epoch so far
         self.lock = path / LOCK
         self._lock: BaseFileLock | None = None
 
@@ -181,11 +176,10 @@ class RunFolder:
 
     def _remove_partial_files(self) -> None:
         """Remove the partial files of a killed process."""
-        files = {**_FILES, "": (*_FILES[""], "recipe.yaml", "environment.json")}
-        for folder, names in files.items():
-            for path in (self.path / folder).glob(".*"):
-                if any(fnmatch(written_for(path), name) for name in names):
-                    path.unlink(missing_ok=True)
+        for path in [*self.path.glob(".*"), *self.path.glob("*/.*")]:
+            file = str(path.relative_to(self.path).parent / written_for(path))
+            if any(fnmatch(file, name) for name in _FILES):
+                path.unlink(missing_ok=True)
 
     def resolve(self, recipe: Recipe, resume: bool = True) -> tuple[Recipe, SavedRun | None]:
         """Validate folder and recipe; return the recipe to train and the saved run to resume.
@@ -231,7 +225,7 @@ class RunFolder:
             if results is None:
                 raise CheckpointError(self.last, "is missing")
             return SavedRun(self.path, recipe, None, results)
-        checkpoint = read_state(self.last)
+        checkpoint = read_header(self.last, whole=False)[0]["state"]
         if "images" not in checkpoint or not checkpoint.get("state", {}).keys() >= _COUNTERS:
             raise CheckpointError(self.last, "is no checkpoint of a run")
         return SavedRun(self.path, recipe, checkpoint, results)
@@ -265,10 +259,6 @@ class RunFolder:
             raise RunError(
                 f"{error} is training in {self.path}. Wait for it, or choose another folder."
             ) from None
-        except OSError as error:
-            raise RunError(
-                f"{self.path} is not writable: {error.strerror}. Choose another folder."
-            ) from error
         return True
 
     def release(self) -> None:
@@ -281,31 +271,25 @@ class RunFolder:
         """Return whether another process trains here; False on a file system without locks."""
         from filelock import FileLock, Timeout
 
-        try:
-            if self.lock.exists():
-                FileLock(self.lock).acquire(timeout=0).lock.release()
-        except Timeout:
-            return True
-        except (OSError, NotImplementedError):
-            pass
+        with suppress(OSError, NotImplementedError):
+            try:
+                if self.lock.exists():
+                    FileLock(self.lock).acquire(timeout=0).lock.release()
+            except Timeout:
+                return True
         return False
 
     def remove(self) -> None:
-        """Remove the run in this folder, and nothing else.
-
-        The recipe is removed last: what an interrupted removal leaves can be resumed or is no run.
-        """
-        for folder, names in _FILES.items():
-            for path in [path for name in names for path in (self.path / folder).glob(name)]:
+        """Remove the run in this folder, and nothing else."""
+        for name in _FILES:
+            for path in [*self.path.glob(name)]:
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
                 else:
                     path.unlink()
-            if folder:
-                with suppress(OSError):  # missing, or other files in it
-                    (self.path / folder).rmdir()
-        for file in (self.environment, self.recipe):
-            file.unlink(missing_ok=True)
+                if path.parent != self.path:
+                    with suppress(OSError):  # other files in it
+                        path.parent.rmdir()
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
@@ -318,13 +302,11 @@ class RunFolder:
             return []
         lines: list[dict[str, Any]] = []
         try:
-            whole, _, _ = self.metrics.read_text(encoding="utf-8").rpartition("\n")
+            whole, _, _ = read_text(self.metrics, _LARGEST_FILE).rpartition("\n")
             for text in whole.splitlines():
                 line = parse_json(text)
                 line["epoch"]
                 lines.append(line)
-        except OSError as error:
-            raise RunError(f"{self.metrics} cannot be read: {error.strerror}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise RunError(
                 f"{self.metrics} is damaged in line {len(lines) + 1}. Delete {self.results} and "
@@ -339,7 +321,7 @@ class RunFolder:
     def read_results(self) -> dict[str, Any]:
         """Read results.json."""
         try:
-            results: dict[str, Any] = read_json(self.results, _LARGEST_RESULTS)
+            results: dict[str, Any] = read_json(self.results, _LARGEST_FILE)
             del results[CHECKSUM]
         except (LookupError, TypeError):
             raise RunError(f"{self.results} is damaged: it has no checksum") from None
@@ -354,17 +336,13 @@ def describe_environment(seed: int, device: torch.device) -> dict[str, Any]:
     for name in ("torch", "torchvision", "timm", "numpy", "pillow"):
         with suppress(PackageNotFoundError):
             packages[name] = version(name)
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40"]
     git = None
+    describe = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(
-            [*command, "--exclude=*", "--dirty"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
+        output = subprocess.check_output(
+            describe, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True, timeout=10
         )
-        commit = done.stdout.strip()
+        commit = output.strip()
         git = {"commit": commit.removesuffix("-dirty"), "changed": commit.endswith("-dirty")}
     return {
         "id": uuid4().hex,

@@ -45,14 +45,18 @@ class Batch(NamedTuple):
         rows: of the catalog.
         labels: their classes.
         mine: the part in the whole batch, which has ``total`` rows.
-        generator: draws for the whole batch, so that nothing depends on the number of processes.
+        key: the seed of the run, the epoch, the number of the batch.
     """
 
     rows: Rows
-    labels: Tensor
+    labels: Rows
     mine: slice
     total: int
-    generator: torch.Generator
+    key: tuple[int, int, int]
+
+    def generator(self) -> torch.Generator:
+        """Return what draws for the whole batch, whatever the number of processes."""
+        return torch.Generator().manual_seed(derive_seed(*self.key))
 
 
 class TrainingData(ABC):
@@ -113,11 +117,10 @@ class TrainingData(ABC):
 
     def _batch(self, epoch: int, number: int) -> Batch:
         chosen = self.sampler.batch(epoch, number)
-        seed = derive_seed(self._recipe.training.seed, epoch, number)
         mine = self.world.share(len(chosen))
-        labels = torch.from_numpy(self._codes[chosen[mine]])
-        rows = self.rows["train"][chosen[mine]]
-        return Batch(rows, labels, mine, len(chosen), torch.Generator().manual_seed(seed))
+        rows, labels = self.rows["train"][chosen[mine]], self._codes[chosen[mine]]
+        key = self._recipe.training.seed, epoch, number
+        return Batch(rows, labels, mine, len(chosen), key)
 
     def _filled(self, rows: Rows, batch_size: int) -> Rows:
         """Repeat the last row to fill the last batch on a GPU: a CUDA graph has one batch size."""
@@ -126,9 +129,8 @@ class TrainingData(ABC):
 
     def _send(self, labels: Tensor) -> Tensor:
         """Send labels to the device of the run without waiting for it."""
-        if self.world.device.type != "cuda":
-            return labels.to(self.world.device)
-        return labels.pin_memory().to(self.world.device, non_blocking=True)
+        on_cuda = self.world.device.type == "cuda"
+        return labels.pin_memory().to(self.world.device, non_blocking=True) if on_cuda else labels
 
 
 def open_catalog(recipe: Recipe, progress: Progress | None = None) -> Catalog:
@@ -224,13 +226,11 @@ def divide(catalog: Catalog, recipe: Recipe) -> Division:
             "evaluation.protocol paper needs a test set to select the epoch. Add one (a folder "
             "test/ or a column split), or use evaluation.protocol held_out."
         )
-    d, images = recipe.data, len(rows["train"])
-    if d.batch_size > images:
-        repeats = d.sampler == "balanced"
-        step = "in which images of small classes come more than once" * repeats
+    size, images = recipe.data.batch_size, len(rows["train"])
+    if size > images:
         notes.append(
-            f"data.batch_size {d.batch_size} is more than the {images} training images: an epoch "
-            f"is one step {step or 'with all of them'}; a smaller batch makes more steps"
+            f"data.batch_size {size} is more than the {images} training images: an epoch is one "
+            "step; a smaller batch makes more steps"
         )
     return Division(rows, protocol, notes)
 
@@ -257,8 +257,8 @@ def _hold_out(train: Catalog, fraction: float) -> tuple[tuple[str, ...], str]:
     if classes < FEWEST_CLASSES:
         return (), f"{classes} training classes are too few to hold some out"
     if able < number:
-        few = f"only {able}" if able else "none"
-        return (), f"of {classes} training classes {few} have two images, too few to hold some out"
+        few = f"only {able} have two images, too few to hold some out"
+        return (), f"of {classes} training classes {few}"
     if classes - number < 2:
         return (), f"evaluation.held_out {fraction} leaves too few of {classes} classes to train on"
     if able == number:

@@ -72,7 +72,7 @@ class ImageData(TrainingData):
     def storage(self) -> StorageFacts:
         """Facts for the choice of a cache; reads at most the headers of image files."""
         recipe, catalog, (train_size, eval_size) = self._recipe, self.catalog, self._sizes
-        second = catalog.subset(second_cache(recipe, self.rows, len(catalog), self._sizes))
+        second = catalog.subset(self.rows_of_second_cache())
         caches = [
             estimate(part, size, recipe.data.cache_dir, interpolation=self._filter)
             for part, size in ((catalog, train_size), (second, eval_size))
@@ -84,6 +84,15 @@ class ImageData(TrainingData):
             disk=free_space(recipe),
             memory=available_memory(),
         )
+
+    def rows_of_second_cache(self) -> Rows:
+        """Return the rows that evaluation needs at another size than training."""
+        model, (train_size, eval_size) = self._recipe.model, self._sizes
+        if train_size == eval_size:
+            return np.arange(0)
+        if model.pca_dim or model.bits or len(self.rows["held_out"]):
+            return np.arange(len(self.catalog))  # shared with runs of other held-out classes
+        return self.rows["test"]
 
     def open_cache(self, mode: str) -> None:
         """Open the pixel cache, on disk or on the GPU; "none" decodes images on the fly."""
@@ -103,7 +112,7 @@ class ImageData(TrainingData):
         self.fingerprint = fingerprint(self.catalog, cache.digest)
         # Evaluation sees what the saved embedder will see: image files resized once. Where training
         # resizes to another size, there is a second cache.
-        second = second_cache(self._recipe, self.rows, len(self.catalog), self._sizes)
+        second = self.rows_of_second_cache()
         caches, self._eval_rows = [cache], np.arange(len(self.catalog))
         if len(second):
             self._eval_rows = np.full(len(self.catalog), -1)
@@ -217,11 +226,12 @@ class ImageData(TrainingData):
 
         def batches() -> Iterator[Rows]:
             for number in numbers:
-                rows, labels, mine, total, generator = self._batch(epoch, number)
-                uniforms = self._augment.draw_uniforms(total, generator)[mine]
-                colors = self._colors.draw(total, generator)[mine] if self._colors else None
-                draws.append((uniforms, colors, labels))
-                yield rows
+                batch = self._batch(epoch, number)
+                generator, mine = batch.generator(), batch.mine
+                uniforms = self._augment.draw_uniforms(batch.total, generator)[mine]
+                colors = self._colors.draw(batch.total, generator)[mine] if self._colors else None
+                draws.append((uniforms, colors, torch.from_numpy(batch.labels)))
+                yield batch.rows
 
         on_cuda = self.world.device.type == "cuda"
         for pixels, rows in _read(self._source, batches()):
@@ -265,12 +275,11 @@ class ImageData(TrainingData):
 
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
         """Yield rows as evaluation sees them; on a GPU the last batch is padded."""
-        on_cuda = self.world.device.type == "cuda"
         batches = [self._eval_rows[rows[part]] for part in chunks(len(rows), batch_size)]
         with closing(_read(self._eval_source, batches)) as read:
             for pixels, chosen in read:
-                loaded = on_cuda and not isinstance(pixels, PixelCache)
-                pixels = self._upload(pixels) if loaded else pixels
+                if self.world.device.type == "cuda" and not isinstance(pixels, PixelCache):
+                    pixels = self._upload(pixels)
                 yield self._view(pixels, self._filled(chosen, batch_size)).to(self.world.device)
 
 
@@ -318,14 +327,3 @@ def check_space(recipe: Recipe, size: int) -> None:
             f"the pixel cache needs {readable_size(size)} in {home}, where {readable_size(free)} "
             "are free. Use data.cache none, another data.cache_dir, or a smaller data.short_side."
         )
-
-
-def second_cache(
-    recipe: Recipe, rows: dict[str, Rows], images: int, sizes: tuple[Size, Size]
-) -> Rows:
-    """Return the rows that evaluation needs at another size than training."""
-    if sizes[0] == sizes[1]:
-        return np.arange(0)
-    if recipe.model.pca_dim or recipe.model.bits or len(rows["held_out"]):
-        return np.arange(images)  # so that runs with other held-out classes share their cache
-    return rows["test"]

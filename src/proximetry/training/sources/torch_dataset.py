@@ -1,24 +1,24 @@
 """Custom datasets: map-style torch Datasets of images, or of tensors for the network."""
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from proximetry._util.errors import UsageError, shown, spaced
 from proximetry._util.machine import cores, preserve_rng_state
 from proximetry._util.tensors import chunks
 from proximetry.data import Catalog, PixelCache, open_image
-from proximetry.data.augment import ColorChanges, recolor
+from proximetry.data.augment import recolor
 from proximetry.data.images import ImageError, resize_image
 from proximetry.data.vectors import label_names
 from proximetry.models import Embedder, Preprocessing
@@ -129,17 +129,16 @@ def _plain_label(label: Any) -> Any:
 
 def _labels(name: str, dataset: Any, display: Display) -> list[Any]:
     """Return the labels of all items: those the dataset lists, if they are right, else read."""
-    listed = _listed(dataset)
-    if listed is not None:
-        probes = sorted({0, len(dataset) // 2, len(dataset) - 1})
-        if all(_read_item(name, dataset, row)[1] == listed[row] for row in probes):
-            return listed
-    display.message(f"reading {spaced(len(dataset))} items of {name} once, for their labels…")
+    listed, rows = _listed(dataset), range(len(dataset))
+    probes = (rows[0], rows[len(rows) // 2], rows[-1])
+    if listed and all(_read_item(name, dataset, row)[1] == listed[row] for row in probes):
+        return listed
+    display.message(f"reading {spaced(len(rows))} items of {name} once, for their labels…")
     labels: list[Any] = []
-    tasks = [range(len(dataset))[part] for part in chunks(len(dataset), _LABELS_PER_TASK)]
+    tasks = [rows[part] for part in chunks(len(rows), _LABELS_PER_TASK)]
     for part in _map(partial(_read_labels, name, dataset), tasks):
         labels += part
-        display.progress("labels", len(labels), len(dataset))
+        display.progress("labels", len(labels), len(rows))
     return labels
 
 
@@ -148,9 +147,6 @@ def _listed(dataset: Any) -> list[Any] | None:
     if isinstance(dataset, Subset):
         inner = _listed(dataset.dataset)
         return None if inner is None else [inner[row] for row in dataset.indices]
-    if isinstance(dataset, ConcatDataset):
-        parts = [_listed(part) for part in dataset.datasets]
-        return None if None in parts else [label for part in parts for label in part or ()]
     for name in ("targets", "labels"):
         labels = getattr(dataset, name, None)
         if isinstance(labels, Tensor | np.ndarray):
@@ -175,7 +171,7 @@ class _Task(Dataset[Any]):
     def __getitem__(self, argument: Any) -> Any:
         try:
             return self.function(argument)
-        except (UsageError, ImageError) as error:
+        except (UsageError, RunError, ImageError) as error:
             return error  # a DataLoader would raise it with the traceback of the worker
 
 
@@ -186,69 +182,81 @@ def _map(
     workers = max(1, min(MAX_WORKERS, cores() // processes))
     sampler: Any = arguments
     loader = DataLoader(_Task(function), batch_size=None, sampler=sampler, num_workers=workers)
-    for result in loader:
+    # Outside the main thread a DataLoader installs no signal handler, which would raise errors
+    # about killed workers of any loader anywhere in the program.
+    with ThreadPoolExecutor(1) as thread:
+        results = thread.submit(iter, loader).result()
+    for result in results:
         if isinstance(result, Exception):
             raise result
         yield result
-
-
-class _Order(NamedTuple):
-    """A batch before it is made.
-
-    Attributes:
-        rows: of the catalog.
-        seeds: for the random numbers of the dataset, item by item.
-        uniforms: for the crops; None for rows as in evaluation.
-        colors: color changes, if any.
-    """
-
-    rows: Rows
-    seeds: list[int]
-    uniforms: Tensor | None = None
-    colors: ColorChanges | None = None
 
 
 class _BatchReader:
     """Makes whole batches in a worker process."""
 
     def __init__(
-        self, datasets: TorchDatasets, recipe: Recipe, preprocessing: Preprocessing, tensors: bool
+        self,
+        datasets: TorchDatasets,
+        catalog: Catalog,
+        recipe: Recipe,
+        preprocessing: Preprocessing,
+        tensors: bool,
     ) -> None:
-        self.datasets, self.preprocessing, self.tensors = datasets, preprocessing, tensors
+        self.datasets, self.labels = datasets, catalog.labels
+        self.preprocessing, self.tensors = preprocessing, tensors
         self.starts = np.cumsum([0, *(len(part) for part in datasets.parts.values())])  # type: ignore[arg-type]
         if not tensors:
             self.size = cache_sizes(recipe, preprocessing)[0]
             self.augment, self.colors = make_augmentation(recipe.data, preprocessing)
 
-    def __call__(self, order: _Order) -> tuple[Tensor, list[Any]]:
-        items = [self._item(row, seed) for row, seed in zip(order.rows, order.seeds, strict=True)]
-        labels = [label for _, label in items]
+    def train(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the input of a training step and its labels."""
+        generator, mine, labels = batch.generator(), batch.mine, torch.from_numpy(batch.labels)
+        seeds = [derive_seed(*batch.key, place) for place in range(batch.total)[mine]]
+        images = self._items(batch.rows, seeds)
         if self.tensors:
-            return torch.stack([image for image, _ in items]), labels
-        if order.uniforms is None:
-            return torch.stack([self.preprocessing.pixels(image) for image, _ in items]), labels
+            return torch.stack(images), labels
+        uniforms = self.augment.draw_uniforms(batch.total, generator)[mine]
         how = self.preprocessing.interpolation
-        images = [image.numpy() if isinstance(image, Tensor) else image for image, _ in items]
         arrays = [np.array(resize_image(open_image(image), self.size, how)) for image in images]
         pixels, rows = PixelCache.in_memory(arrays), np.arange(len(arrays))
-        windows = self.augment.windows(pixels, rows, order.uniforms)
-        crops = self.augment.apply(pixels, rows, windows)
-        return (crops if order.colors is None else recolor(crops, order.colors)), labels
+        crops = self.augment.apply(pixels, rows, self.augment.windows(pixels, rows, uniforms))
+        if self.colors:
+            crops = recolor(crops, self.colors.draw(batch.total, generator)[mine])
+        return crops, labels
 
-    def _item(self, row: int, seed: int) -> tuple[Any, Any]:
-        part = int(np.searchsorted(self.starts, row, "right")) - 1
-        split, dataset = list(self.datasets.parts.items())[part]
-        number, name = int(row - self.starts[part]), self.datasets.title(split)
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        image, label = _read_item(name, dataset, number)
-        if self.tensors != _is_float(image):
-            raise UsageError(
-                f"item {number} of {name} is {_described(image)}, unlike the first one. Use images "
-                "or float tensors, not both."
+    def view(self, rows: Rows) -> Tensor:
+        """Return items as in evaluation."""
+        images = self._items(rows, rows.tolist())
+        return torch.stack(images if self.tensors else [*map(self.preprocessing.pixels, images)])
+
+    def _items(self, rows: Rows, seeds: Iterable[int]) -> list[Any]:
+        """Read items, each with its own seed for the random numbers of the dataset."""
+        images, parts = [], [*self.datasets.parts.items()]
+        for row, seed in zip(rows.tolist(), seeds, strict=True):
+            part = int(np.searchsorted(self.starts, row, "right")) - 1
+            split, dataset = parts[part]
+            name, number = self.datasets.title(split), row - int(self.starts[part])
+            torch.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
+            image, label = _read_item(name, dataset, number)
+            if self.tensors != _is_float(image):
+                raise UsageError(
+                    f"item {number} of {name} is {_described(image)}, unlike the first one. Use "
+                    "images or float tensors, not both."
+                )
+            expected = self.labels[row]
+            if str(label).rjust(len(expected), "0") != expected:
+                raise RunError(
+                    f"item {number} of {name} has the label {shown(label)}, but had {expected!r} "
+                    "before. A dataset must return the same labels each time."
+                )
+            images.append(
+                image.numpy() if isinstance(image, Tensor) and not self.tensors else image
             )
-        return image, label
+        return images
 
 
 class DatasetData(TrainingData):
@@ -282,50 +290,20 @@ class DatasetData(TrainingData):
             )
         self.stage = "normalized" if tensors else "pixels"
         self.origin = "tensors as they are" if tensors else "images from the dataset"
-        self._reader = _BatchReader(datasets, recipe, embedder.preprocessing, tensors)
+        self._reader = _BatchReader(datasets, catalog, recipe, embedder.preprocessing, tensors)
 
     def open_cache(self, mode: str) -> None:
         """Items are read when they are needed, from where the dataset has them."""
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pixels or tensors, and labels, of this process's part of each batch."""
-        ordered: deque[Batch] = deque()
-        seed, reader = self._recipe.training.seed, self._reader
-
-        def orders() -> Iterator[_Order]:
-            for number in range(start, len(self.sampler)):
-                batch = self._batch(epoch, number)
-                ordered.append(batch)
-                places, uniforms, colors = range(batch.total)[batch.mine], None, None
-                seeds = [derive_seed(seed, epoch, number, place) for place in places]
-                if not reader.tensors:
-                    uniforms = reader.augment.draw_uniforms(batch.total, batch.generator)
-                    uniforms = uniforms[batch.mine]
-                    if reader.colors:
-                        colors = reader.colors.draw(batch.total, batch.generator)[batch.mine]
-                yield _Order(batch.rows, seeds, uniforms, colors)
-
-        for pixels, labels in _map(reader, orders(), self.world.size):
-            batch = ordered.popleft()
-            self._check_labels(batch.rows, labels)
-            yield pixels.to(self.world.device), self._send(batch.labels)
+        batches = (self._batch(epoch, number) for number in range(start, len(self.sampler)))
+        for pixels, labels in _map(self._reader.train, batches, self.world.size):
+            yield pixels.to(self.world.device), self._send(labels)
 
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
         """Yield batches of items as in evaluation."""
         rows = self._filled(rows, batch_size)
-        parts = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-        orders = [_Order(part, [int(row) for row in part]) for part in parts]
-        read = _map(self._reader, orders, self.world.size)
-        for (pixels, labels), part in zip(read, parts, strict=True):
-            self._check_labels(part, labels)
+        parts = [rows[part] for part in chunks(len(rows), batch_size)]
+        for pixels in _map(self._reader.view, parts, self.world.size):
             yield pixels.to(self.world.device)
-
-    def _check_labels(self, rows: Rows, labels: list[Any]) -> None:
-        """Reject items whose label differs from the catalog's."""
-        for row, label in zip(rows, labels, strict=True):
-            expected = self.catalog.labels[row]
-            if str(label).rjust(len(expected), "0") != expected:
-                raise RunError(
-                    f"{self.catalog.file(row)} has the label {shown(label)}, but had {expected!r} "
-                    "before. A dataset must return the same labels each time."
-                )

@@ -43,7 +43,7 @@ class VectorData(TrainingData):
         """Yield vectors and labels of this process's part of each batch."""
         for number in range(start, len(self.sampler)):
             batch = self._batch(epoch, number)
-            yield self._rows(batch.rows), self._send(batch.labels)
+            yield self._rows(batch.rows), self._send(torch.from_numpy(batch.labels))
 
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
         """Yield batches of rows."""
