@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from proximetry._util.errors import UsageError, shown, spaced
 from proximetry._util.machine import cores, preserve_rng_state
@@ -147,6 +147,9 @@ def _listed(dataset: Any) -> list[Any] | None:
     if isinstance(dataset, Subset):
         inner = _listed(dataset.dataset)
         return None if inner is None else [inner[row] for row in dataset.indices]
+    if isinstance(dataset, ConcatDataset):
+        parts = [_listed(part) for part in dataset.datasets]
+        return None if None in parts else [label for part in parts for label in part or ()]
     for name in ("targets", "labels"):
         labels = getattr(dataset, name, None)
         if isinstance(labels, Tensor | np.ndarray):
