@@ -288,7 +288,7 @@ def test_invalid_further_columns_are_rejected(columns, message):
         ("path;label\nx;a\n", "separated by commas"),
         ("path,split\nx,train\n", "missing columns: 'label'"),
         ("file,kind\nx,a\n", "missing columns: 'path', 'label'"),
-        ("path,path,label\nx,x,a\n", "'path' appears twice"),
+        ("path,path,label\nx,x,a\n", "duplicate column 'path'"),
         ("path,label\nx,a\ny\n", "row 2 has 1 fields, the header has 2"),
         ("path,label,query,gallery\nx,a,maybe,1\n", "column query: 'maybe' is neither"),
         ("path,label,split\nx,a,dev\n", "row 1, column split: 'dev'"),

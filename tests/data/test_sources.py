@@ -50,7 +50,7 @@ def test_a_name_with_its_root(tmp_path, monkeypatch):
     assert resolve_source("~/pictures") == ("folder", tmp_path / "pictures")
 
 
-def test_a_folder_that_is_called_like_a_dataset(tmp_path, monkeypatch):
+def test_folder_named_like_a_dataset(tmp_path, monkeypatch):
     monkeypatch.chdir(fill(tmp_path, "cub/ant/0.png", "glyphs/ant/0.png"))
     assert resolve_source("cub") == ("folder", Path("cub"))
     assert resolve_source("cub", "elsewhere") == ("cub", Path("elsewhere"))
@@ -58,7 +58,7 @@ def test_a_folder_that_is_called_like_a_dataset(tmp_path, monkeypatch):
     assert resolve_source("./glyphs") == ("folder", Path("glyphs"))
 
 
-def test_what_is_neither_is_one_sentence(tmp_path):
+def test_unknown_sources_are_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"no folder or file 'cubs', did you mean 'cub'\?"):
         resolve_source("cubs")
     with pytest.raises(ValueError, match=r"'nope' and no dataset of that name"):
@@ -68,7 +68,7 @@ def test_what_is_neither_is_one_sentence(tmp_path):
         resolve_source(tmp_path / "images.zip")
     with pytest.raises(ValueError, match=r"notes\.txt is neither a folder nor a \.csv, \.parquet"):
         resolve_source(tmp_path / "notes.txt")
-    with pytest.raises(ValueError, match="a root goes with the name of a dataset"):
+    with pytest.raises(ValueError, match="root only with the name of a dataset"):
         resolve_source(tmp_path, "elsewhere")
 
 

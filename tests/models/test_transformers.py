@@ -14,7 +14,7 @@ from timm.models.vision_transformer import VisionTransformer
 from proximetry.losses import ProxyAnchor, parameter_groups
 from proximetry.models import Embedder
 from proximetry.models.backbones import build, check_patches, class_and_patches
-from proximetry.models.lora import add_lora, merge_lora, plain_twin
+from proximetry.models.lora import add_lora, merge_lora, merged_copy
 from tests.models import transformers  # noqa: F401 (importing registers tiny_dinov3)
 
 
@@ -123,7 +123,7 @@ def test_merged_lora_equals_trained_network(backbone, tmp_path):
         before = embedder.eval()(pixels)
     assert add_lora(embedder, 2, 3.0) is embedder
     assert any("lora" in name for name in embedder.state_dict())
-    plain = plain_twin(embedder)
+    plain = merged_copy(embedder)
     assert not any("lora" in name for name in plain.state_dict())
     merge_lora(embedder, plain)
     with torch.inference_mode():  # updates begin at zero

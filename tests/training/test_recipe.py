@@ -273,7 +273,7 @@ def test_empty_section_is_rejected():
 def test_path_of_weights_is_not_part_of_the_essence(tmp_path):
     places = [tmp_path / "a/w", tmp_path / "b/w", tmp_path / "c"]
     first, moved, other = (Recipe.load("glyphs", {"model.weights": str(p)}) for p in places)
-    assert first.essence() == moved.essence() == first.without_places().essence()
+    assert first.essence() == moved.essence() == first.without_paths().essence()
     folder = RunFolder(tmp_path / "run")
     folder.begin(first, torch.device("cpu"))
     folder.write_results({})
@@ -414,7 +414,7 @@ def test_yaml_aliases_and_merge_keys():
 def test_without_places_removes_paths():
     changes = {"data": {"root": "/home/me/images", "cache_dir": "/scratch/me"}}
     changes["model"] = {"weights": "/home/me/weights.pth"}
-    portable = Recipe.load("glyphs", changes).without_places()
+    portable = Recipe.load("glyphs", changes).without_paths()
     assert "/" not in str(portable.to_dict()).replace(portable.about, "")
     assert portable.model.weights == "weights.pth"
-    assert Recipe.load("glyphs").without_places() == Recipe.load("glyphs")
+    assert Recipe.load("glyphs").without_paths() == Recipe.load("glyphs")

@@ -35,7 +35,7 @@ from proximetry.training.checkpoint import (
 from proximetry.training.estimate import dry_run
 from proximetry.training.evaluator import Evaluator
 from proximetry.training.reporting import AMONG_TRAIN, PlainDisplay
-from proximetry.training.run_folder import PlaceError
+from proximetry.training.run_folder import FolderError
 from tests.processes import Process
 from tests.training.runs import (
     OnStep,
@@ -68,7 +68,7 @@ def test_run_folder_contents(recipe, tmp_path):
     names = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert names == ["best.safetensors", "epoch-0002.safetensors", "last.safetensors"]
     embedder = Embedder.load(out / "embedder")
-    assert embedder.recipe == recipe.without_places().to_dict()
+    assert embedder.recipe == recipe.without_paths().to_dict()
     assert embedder.metrics["protocol"] == "held_out"
     assert len(embedder.class_names) == 9
     assert not list(out.rglob("*.part"))
@@ -572,7 +572,7 @@ def test_two_stages_repeat_learning_rate_drops(images, cache, tmp_path):
     for begin in (train, dry_run):
         with pytest.raises(RunError, match=r"cannot be extended.*--fresh"):
             begin(with_(recipe, "training", epochs=9), tmp_path / "run")
-        with pytest.raises(PlaceError, match="without two stages"):
+        with pytest.raises(FolderError, match="without two stages"):
             begin(recipe, tmp_path / "run" / "second-stage")
     # A first stage that begins anew makes the second one worthless.
     stop = OnStep(1, lambda: fail(SystemError("killed")))
@@ -635,17 +635,17 @@ def test_unusable_run_folders_are_rejected(recipe, tmp_path, monkeypatch):
         train(with_(recipe, "training", two_stages=True), tmp_path / "file")
     two_stages = with_(recipe, "training", two_stages=True)
     for begin in (train, dry_run):
-        with pytest.raises(PlaceError, match="is not empty"):
+        with pytest.raises(FolderError, match="is not empty"):
             begin(two_stages, tmp_path / "mine")
     unwritable = [Path("/proc/run")] if sys.platform == "linux" else []  # for root too
     with monkeypatch.context() as patch:
         denied = PermissionError(13, "Permission denied")
         patch.setattr(files, "TemporaryFile", lambda dir: fail(denied))
         for out in (tmp_path / "new" / "run", *unwritable):
-            with pytest.raises(PlaceError, match="is not writable"):
-                RunFolder(out).check_place()
+            with pytest.raises(FolderError, match="is not writable"):
+                RunFolder(out).check_folder()
     for out in unwritable:
-        with pytest.raises(PlaceError, match="is not writable"):
+        with pytest.raises(FolderError, match="is not writable"):
             train(recipe, out)
     assert not (tmp_path / "new").exists()
     train(with_(recipe, "training", epochs=1), tmp_path / "run")

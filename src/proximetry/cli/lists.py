@@ -66,11 +66,11 @@ def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
     Args:
         pattern: part of a name, or a name with wildcards, such as 'vit*dinov2*'.
     """
-    from proximetry.models.backbones import list_backbones, own_backbones
+    from proximetry.models.backbones import extra_backbones, list_backbones
     from proximetry.models.weights import PACKAGES
     from proximetry.recipe.loading import plain_values, shipped_recipes
 
-    known = own_backbones() | dict.fromkeys(PACKAGES, "ImageNet weights without a download.")
+    known = extra_backbones() | dict.fromkeys(PACKAGES, "ImageNet weights without a download.")
     for recipe in shipped_recipes():
         values = plain_values(recipe)
         if values["data"]["dataset"] == "folder":

@@ -207,7 +207,7 @@ def make_plan(
     saved = None if fresh else RunFolder(out).read_recipe()
     if saved is None or saved.name not in names:
         if defaults and recipe_name == ON_CPU:
-            lines.insert(0, f"--recipe {ON_GPU} is the larger one, for a GPU")
+            lines.insert(0, f"use --recipe {ON_GPU} on a GPU")
         lines += resets(plain_values(recipe_name), changes)
     else:
         if saved.name != recipe.name:  # the default of another device
@@ -236,7 +236,7 @@ def _names_recipe(source: str, recipe_name: str | None) -> bool:
             "folder, or rename it to train with the recipe"
         )
     if is_file and recipe_name is not None:
-        raise RecipeError(f"two recipes are given: {source} and --recipe {recipe_name}")
+        raise RecipeError(f"two recipes: {source} and --recipe {recipe_name}. Pass one.")
     return is_file or is_shipped
 
 
@@ -276,8 +276,8 @@ def _is_available(path: Path, recipe: Recipe, names: tuple[str, ...]) -> bool:
     try:
         saved = folder.read_recipe() or RunFolder(path / FIRST_STAGE).read_recipe()
         if saved is None:
-            folder.check_place()
-            if not (folder.recipe.exists() and folder.is_held()):
+            folder.check_folder()
+            if not (folder.recipe.exists() and folder.is_locked()):
                 return True
             saved = Recipe.load(folder.recipe)  # of a run that has no checkpoint yet
     except (RunError, RecipeError):

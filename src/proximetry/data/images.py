@@ -33,7 +33,7 @@ MAX_PIXELS = 89_478_485
 # JPEG's own limit. Pillow spends some 20 bytes on each row, so a long thin image takes much memory.
 MAX_SIDE = 65_535
 
-# Formats that strangers' files may use. Others that Pillow knows can start outside programs
+# Formats that untrusted files may have. Others that Pillow knows can start outside programs
 # (EPS) or are rarely exercised parsers.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "MPO", "JPEG2000", "AVIF")
 

@@ -233,7 +233,7 @@ class _Deck:
         return self._orders[shuffle]
 
     def _started(self, shuffle: int) -> int:
-        """How many items of the turn that a shuffle begins in are of the one before."""
+        """The number of items of the previous turn in the turn that a shuffle begins in."""
         size = len(self._items)
         return shuffle * size % self._count if self._count <= size else 0
 

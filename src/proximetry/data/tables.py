@@ -334,7 +334,7 @@ def _match_columns(
             raise UsageError(f"data.columns: the column {shown(name)} can be one thing only")
     for name in names:
         if names.count(name) > 1 and name:
-            raise ValueError(f"{file}: column {name!r} appears twice")
+            raise ValueError(f"{file}: duplicate column {name!r}")
     fields = {mapping.get(field, field): field for field in FIELDS}
     ours = {name: fields[name] for name in names if name in fields}
     needed = [field for field in ("path", "label") if field not in ours.values()]

@@ -81,7 +81,7 @@ class VectorCatalog(Catalog):
                 f"{source}: vectors must be numbers [rows, dim], got {array.dtype} "
                 f"{list(array.shape)}"
             )
-        array = np.require(array, np.float32, ["C", "W"])  # torch wants memory it could write to
+        array = np.require(array, np.float32, ["C", "W"])  # torch requires writable memory
         bad = np.flatnonzero(~np.isfinite(array).all(1))
         if len(bad):
             raise UsageError(

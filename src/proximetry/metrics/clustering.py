@@ -158,7 +158,7 @@ class PairwiseF1(NamedTuple):
 
 
 def pairwise_f1(labels_true: Labels, labels_pred: Labels) -> PairwiseF1:
-    """Count pairs: of those put together, how many belong together (precision), and vice versa.
+    """Count pairs: the share of joined pairs that belong together (precision), and vice versa.
 
     F1 is the harmonic mean of the two. A side without any pair (all groups of one item) scores
     0, unless both partitions are that one, which is a perfect match.

@@ -187,7 +187,7 @@ def verify_classes(
     folds: int = 10,
     seed: int = 0,
 ) -> Verification:
-    """Verification on labelled embeddings, with pairs from `draw_pairs`."""
+    """Verification on labeled embeddings, with pairs from `draw_pairs`."""
     drawn = draw_pairs(labels, pairs, folds, seed)
     values = pair_similarities(embeddings, drawn.pairs, similarity=similarity)
     return verify(values, drawn.same, folds=drawn.folds)

@@ -140,7 +140,7 @@ def _k_reciprocal(items: Tensor, queries: int, k1: int, k2: int, weight: float) 
     depth = min(count, max(k1 + 1, k2))
     ranks = nearest(-distances.flatten(0, 1), depth)[1].view(*distances.shape[:2], depth)
     wide, narrow = (_reciprocal(ranks, count, k).float() for k in (k1, round(k1 / 2)))
-    # Of item j, how many of its narrow set are in the wide set of i: [B, i, j].
+    # Number of items in the narrow set of j that are in the wide set of i: [B, i, j].
     shared = wide @ narrow.mT
     agree = wide * (3 * shared > 2 * narrow.sum(2).unsqueeze(1))
     expanded = wide + agree @ narrow > 0

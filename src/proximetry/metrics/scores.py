@@ -35,8 +35,8 @@ class Lists:
     """
 
     hits: Tensor  # 1 where a positive stands, else 0; float64, [queries, places]
-    positives: Tensor  # R, how many a query could find
-    ranks: Tensor  # the place of the first positive, from 1
+    positives: Tensor  # R, the number of positives of a query
+    ranks: Tensor  # rank of the first positive, from 1
 
     @cached_property
     def counts(self) -> Tensor:
@@ -128,7 +128,7 @@ class Metrics:
     map_at: tuple[int, ...] = _setting(
         (), "k of map@k: the precision at each positive among the first k, summed, divided by k"
     )
-    mrr: bool = _setting(True, "mrr: one over the place of the first positive")
+    mrr: bool = _setting(True, "mrr: reciprocal rank of the first positive")
     ndcg_at: tuple[int, ...] = _setting(
         (2, 4, 8), "k of ndcg@k: discounted gain of the first k, divided by that of the best list"
     )

@@ -31,7 +31,7 @@ from proximetry.models.embedder import Embedder, versions
 from proximetry.models.storage import (
     DESCRIPTION,
     LARGEST_DESCRIPTION,
-    is_ours,
+    is_embedder_file,
     named_weights,
     read_description,
 )
@@ -81,7 +81,11 @@ def push(embedder: Embedder, repo_id: str, license: str | None, private: bool) -
             [
                 CommitOperationAdd("README.md", card),
                 *(CommitOperationAdd(name, str(path)) for name, path in files.items()),
-                *(CommitOperationDelete(name) for name in sorted(stale) if is_ours(Path(name))),
+                *(
+                    CommitOperationDelete(name)
+                    for name in sorted(stale)
+                    if is_embedder_file(Path(name))
+                ),
             ],
             commit_message="Save the embedder",
             parent_commit=before.sha,  # fails if another commit happened

@@ -42,7 +42,7 @@ def add_lora(embedder: Embedder, rank: int, alpha: float | None = None) -> Embed
     return embedder
 
 
-def plain_twin(embedder: Embedder) -> Embedder:
+def merged_copy(embedder: Embedder) -> Embedder:
     """Return a copy of the network without adapters, with random weights for `merge_lora`."""
     with preserve_rng_state():
         model = build(embedder.architecture.backbone, embedder.preprocessing.crop)

@@ -31,7 +31,7 @@ LARGEST_DESCRIPTION = 200_000_000  # bytes; a million class names take 20 MB
 _OURS = re.compile(r"embedder(\.json|-[0-9a-f]{16}\.safetensors)")
 
 
-def is_ours(path: Path) -> bool:
+def is_embedder_file(path: Path) -> bool:
     """Whether a save wrote this file, also one that was killed."""
     return _OURS.fullmatch(written_for(path) or path.name) is not None
 
@@ -48,7 +48,7 @@ def write_embedder(
     """Write a description and its weights, replacing an embedder in the folder."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, and an embedder is a folder")
-    foreign = [path.name for path in folder.glob("*") if not is_ours(path)]
+    foreign = [path.name for path in folder.glob("*") if not is_embedder_file(path)]
     try:
         if foreign:
             read_description(folder)
@@ -80,7 +80,7 @@ def write_embedder(
     atomic_write(folder / file, weights)
     atomic_write(folder / DESCRIPTION, text)
     for stale in folder.iterdir():
-        if stale.name not in (file, DESCRIPTION) and is_ours(stale):
+        if stale.name not in (file, DESCRIPTION) and is_embedder_file(stale):
             stale.unlink(missing_ok=True)
 
 

@@ -502,7 +502,7 @@ class Recipe(Section):
         """
         return {**self.portable(without=get_args(Role)), "model.weights": self._weights_name()}
 
-    def without_places(self) -> Recipe:
+    def without_paths(self) -> Recipe:
         """Return the recipe without paths on this machine."""
         paths = dict.fromkeys(_keys_of_roles(("path",)))
         return self.override({**paths, "model.weights": self._weights_name()})

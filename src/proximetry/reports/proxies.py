@@ -75,7 +75,7 @@ def read_proxies(record: RunRecord) -> RunProxies | None:
 
 @dataclass(frozen=True, eq=False)
 class ProxyUse:
-    """How many of its proxies the training images of each class are nearest to.
+    """The number of proxies per class that are nearest to some of its training images.
 
     Attributes:
         images, classes: number of compared images, and of all classes.

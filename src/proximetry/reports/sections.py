@@ -302,7 +302,7 @@ def map_section(run: RunEvaluation) -> Section:
 def proxies_section(
     record: RunRecord, proxies: RunProxies | None, use: ProxyUse | None
 ) -> Section | None:
-    """Return the separability of the proxies, and how many proxies per class are used."""
+    """Return the separability of the proxies, and the number of used proxies per class."""
     last = record.results.get("last", {})
     if proxies is None and "proxies" not in last:
         return None

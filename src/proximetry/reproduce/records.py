@@ -123,7 +123,7 @@ def check_same(name: str | Path, before: dict[str, Any], run: Run) -> None:
     except RecipeError as error:
         raise ReproduceError(f"{name} has an invalid recipe: {error}. {remedy}") from error
     old, new = (
-        recipe.without_places().portable(without=("metadata", "path", "runtime"))
+        recipe.without_paths().portable(without=("metadata", "path", "runtime"))
         for recipe in (existing, keep_choices(run.recipe, existing))
     )
     for values in (old, new):  # the folder of a file of weights does not matter

@@ -238,7 +238,7 @@ def _make_record(
         row=run.row.name,
         seed=run.seed,
         kind=run.kind,
-        recipe=Recipe.load(job.folder.recipe).without_places().to_dict(),
+        recipe=Recipe.load(job.folder.recipe).without_paths().to_dict(),
         device=environment["device"] if job.device.startswith("cuda") else "CPU",
         environment={key: environment.get(key) for key in _ENVIRONMENT},
         weights=weights,

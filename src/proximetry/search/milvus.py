@@ -503,7 +503,7 @@ class MilvusGallery(Gallery):
             now.client.delete(now.name, ids=positions[part].tolist())
 
     def compact(self, *, progress: Progress | None = None, report: Report | None = None) -> None:
-        """Ask Milvus to reclaim the space of removed rows, which it also does on its own."""
+        """Ask Milvus to reclaim the space of removed rows, which it also does automatically."""
         self._now.client.compact(self._now.name)
 
     def verify(self, progress: Progress | None = None) -> None:

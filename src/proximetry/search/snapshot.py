@@ -113,7 +113,7 @@ def _above(longest: float) -> float:
 
 
 def _save(file: Path, array: npt.NDArray[Any]) -> None:
-    buffer = io.BytesIO()  # errors of np.save to a full disk do not say so
+    buffer = io.BytesIO()  # np.save does not report a full disk
     np.save(buffer, array)
     file.write_bytes(buffer.getbuffer())
 

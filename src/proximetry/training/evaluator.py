@@ -25,7 +25,7 @@ from proximetry.metrics import Evaluation, Metrics, evaluate
 from proximetry.models import Embedder, evaluating
 from proximetry.models.embedder import extract_features, why_not_finite
 from proximetry.models.encoding import OnError
-from proximetry.models.lora import merge_lora, plain_twin
+from proximetry.models.lora import merge_lora, merged_copy
 from proximetry.models.names import Similarity
 from proximetry.models.pca import centered, moments_of_few, principal_axes, second_moments, with_pca
 from proximetry.recipe.schema import EvaluationConfig, Recipe
@@ -231,7 +231,7 @@ class Evaluator:
     @cached_property
     def embedder(self) -> Embedder:
         """The embedder that is evaluated and saved: the trained one, with LoRA its plain twin."""
-        return self.trained if self.recipe.model.lora_rank is None else plain_twin(self.trained)
+        return self.trained if self.recipe.model.lora_rank is None else merged_copy(self.trained)
 
     @property
     def world(self) -> World:

@@ -133,5 +133,5 @@ def save_embedder(run: Run, scores: dict[str, Any], evaluated: Evaluated) -> Non
             run.folder.embedder,
             class_names=run.data.class_names,
             metrics={"protocol": run.data.protocol, **scores},
-            recipe=run.recipe.without_places().to_dict(),
+            recipe=run.recipe.without_paths().to_dict(),
         )

@@ -31,7 +31,7 @@ from proximetry.training.custom import custom_components
 from proximetry.training.distributed import World, join_processes, process_group
 from proximetry.training.loop import Run, fit
 from proximetry.training.reporting import Display, Trackers
-from proximetry.training.run_folder import FIRST_STAGE, PlaceError, RunFolder, SavedRun
+from proximetry.training.run_folder import FIRST_STAGE, FolderError, RunFolder, SavedRun
 from proximetry.training.sources.base import fingerprint, open_catalog
 
 
@@ -199,9 +199,9 @@ def first_stage(recipe: Recipe) -> Recipe:
 def check_stages_folder(out: Path) -> None:
     """Reject a folder with another run or other files."""
     if RunFolder(out).holds_run():
-        raise PlaceError(f"{out} contains a run without two stages. Choose another folder.")
+        raise FolderError(f"{out} contains a run without two stages. Choose another folder.")
     if out.is_dir() and any(out.iterdir()) and not (out / FIRST_STAGE).is_dir():
-        raise PlaceError(f"{out} is not empty and contains no run. Choose another folder.")
+        raise FolderError(f"{out} is not empty and contains no run. Choose another folder.")
 
 
 def _train_two_stages(recipe: Recipe, out: Path, context: RunContext) -> dict[str, Any]:

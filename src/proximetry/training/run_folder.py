@@ -74,7 +74,7 @@ _EVALUATE_AGAIN = "Delete results.json to evaluate again, or start over with --f
 _OTHERWISE = "Choose another folder, or start over with --fresh."
 
 
-class PlaceError(RunError, UsageError):
+class FolderError(RunError, UsageError):
     """A folder that cannot be used for a run."""
 
 
@@ -186,29 +186,29 @@ class RunFolder:
 
         A value that is ``auto`` in the recipe becomes that of the saved run.
         """
-        self.check_place()
+        self.check_folder()
         saved = self.inspect() if resume else None
         if saved is not None:
             recipe = keep_choices(recipe, saved.recipe)
             saved.check(recipe)
         return recipe, saved
 
-    def check_place(self) -> None:
+    def check_folder(self) -> None:
         """Reject a folder that cannot be written to or contains something else."""
         existing = next(
             path for path in (self.path, *self.path.absolute().parents) if path.exists()
         )
         if not existing.is_dir():
-            raise PlaceError(f"{existing} is a file. Choose another folder.")
+            raise FolderError(f"{existing} is a file. Choose another folder.")
         try:
             check_writable(existing / LOCK)
         except UsageError:
-            raise PlaceError(f"{existing} is not writable. Choose another folder.") from None
+            raise FolderError(f"{existing} is not writable. Choose another folder.") from None
         if existing != self.path or self.holds_run():
             return
         names = {path.name for path in self.path.iterdir() if not written_for(path)}
         if any(self.last.parent.glob("*")) or names - {"checkpoints", "environment.json", LOCK}:
-            raise PlaceError(
+            raise FolderError(
                 f"{self.path} is not empty and contains no run. Choose another folder."
             )
 
@@ -249,7 +249,7 @@ class RunFolder:
         return self.recipe.exists() and (self.environment.exists() or self.lock.exists())
 
     def acquire(self, report: Callable[[str], None] = lambda line: None) -> bool:
-        """Lock the folder, waiting up to `LOCK_SECONDS`; return False if it was locked already."""
+        """Lock the folder, waiting up to `LOCK_SECONDS`; return False if this object has it."""
         if self._lock is not None:
             return False
         try:
@@ -267,7 +267,7 @@ class RunFolder:
             self._lock.release()
             self._lock = None
 
-    def is_held(self) -> bool:
+    def is_locked(self) -> bool:
         """Return whether another process trains here; False on a file system without locks."""
         from filelock import FileLock, Timeout
 

@@ -201,7 +201,7 @@ class Updater:
         return loss
 
     def backward(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
-        """Compute the gradients and return the loss; processes wait for each other only here.
+        """Compute the gradients and return the loss.
 
         With `accumulate` the batch passes the network in chunks, twice: once for the embeddings,
         from which loss and gradient of the whole batch follow, and once for the gradients of the

@@ -120,8 +120,8 @@ def resolve_source(
         return word, None if root is None else Path(root).expanduser()
     if root is not None and place.exists():
         raise UsageError(
-            f"{word} is where images lie, so a root besides ({os.fspath(root)}) is one too many; "
-            "a root goes with the name of a dataset"
+            f"{word} is a path, and {os.fspath(root)} was passed as its root. Pass a "
+            "root only with the name of a dataset."
         )
     if place.is_dir():
         for info in DATASETS.values():
@@ -152,7 +152,7 @@ def not_found(word: str, known: Iterable[str], kind: str) -> str:
     if near:
         return f"{missing}, did you mean {near[0]!r}?"
     if place.suffix or os.sep in word:
-        where = ": looked in" if place.parent.is_dir() else ", nor a folder"
+        where = ": searched" if place.parent.is_dir() else ", nor a folder"
         return f"{missing}{where} {place.parent.absolute()}"
     return (
         f"{missing} and no {kind} of that name; your images can be a folder of class folders, "

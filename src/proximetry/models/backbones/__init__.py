@@ -114,7 +114,7 @@ def load_timm() -> Any:
     return timm
 
 
-def own_backbones() -> dict[str, str]:
+def extra_backbones() -> dict[str, str]:
     """Return names and one-line descriptions of the backbones that timm lacks."""
     load_timm()
     documented = {name: sys.modules[kind.__module__].__doc__ for name, kind in BACKBONES.items()}

@@ -104,7 +104,7 @@ class TrainingData(ABC):
 
     @abstractmethod
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
-        """Yield batches of rows as in evaluation, for `Embedder.pixel_features`."""
+        """Yield batches of rows as in evaluation, for `extract_features`."""
 
     @property
     def storage(self) -> StorageFacts | None:
