@@ -35,10 +35,8 @@ from proximetry.training.sources.base import divide, open_catalog
 
 Rows = npt.NDArray[np.int64]
 
-NEIGHBORS = 8
-"""Number of images beside a query."""
-MAPPED = 1500
-"""Maximum number of images on a map."""
+NEIGHBORS = 8  # number of images beside a query
+MAPPED = 1500  # maximum number of images on a map
 _OF_A_CLASS = 20
 # Figures of another device differ in the last digits; those of other images differ by more.
 _ROUNDING = 1e-4

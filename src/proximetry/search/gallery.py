@@ -71,12 +71,9 @@ if TYPE_CHECKING:
 Where = rows.Where
 Queries = Sequence[ImageSource] | Vectors
 
-# Segments of up to this many rows are merged as they accumulate: writing them takes a second.
-MERGED = 65_536
-# The cosine of a float32 unit vector with its copy is below 1 by less than this.
-ROUNDING = 2.0**-22
-# The largest k of re-ranking, which compares twice as many images.
-_MOST_RERANKED = 1000
+MERGED = 65_536  # rows of a segment up to which small ones are merged: a second to write
+ROUNDING = 2.0**-22  # bounds 1 − the cosine of a float32 unit vector with its copy
+_MOST_RERANKED = 1000  # the largest k of re-ranking, which compares twice as many images
 
 
 class Gallery:

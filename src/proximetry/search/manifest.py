@@ -34,8 +34,7 @@ FORMAT = "proximetry gallery"
 VERSION = 1
 MANIFEST = "gallery.json"
 LOCK = "gallery.lock"
-LOCK_SECONDS = 60.0
-"""How long a writer waits for another one."""
+LOCK_SECONDS = 60.0  # how long a writer waits for another one
 GRACE = 86_400.0
 """Seconds for which replaced segments and staged vectors stay: readers on other hosts use them."""
 EMBEDDER, STAGING, SEGMENTS = "embedder", "staging", "segments"

@@ -36,8 +36,7 @@ from proximetry.search.gallery import Gallery, describe_index
 from proximetry.search.manifest import STAGING, Manifest, Report, locked
 from proximetry.search.staging import NewImages
 
-MOST = 16_384
-"""The largest number of results of a query on Milvus."""
+MOST = 16_384  # the largest number of results of a query on Milvus
 TOKEN = "MILVUS_TOKEN"
 _TIMEOUT = 10.0
 _VERSION = 2

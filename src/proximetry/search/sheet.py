@@ -22,8 +22,7 @@ from proximetry.search.result import REMOVED, SearchResult
 THUMBNAIL = 160
 _MARGIN, _LINE = 10, 15
 _COLUMNS = 10
-# Larger images are not opened by most viewers.
-_MOST_CELLS = 5_000
+_MOST_CELLS = 5_000  # larger images are not opened by most viewers
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # which Pillow would break the line at, or draw as boxes
 
 

@@ -39,14 +39,10 @@ from proximetry.search.manifest import (
 SCANNED = 1 << 24
 # A scan is as fast as an index for a list of more than this share of the rows.
 SHORTEST = 64
-# Neighbors that show whether the rows around a query are allowed.
-_NEAR = 10
-# Allowed rows are gathered below this share of a segment, and masked above.
-_GATHERED = 0.5
-# Rows that recall is measured with.
-_SAMPLE = 256
-# Vectors whose squares would overflow float32.
-_LONGEST = 1e15
+_NEAR = 10  # neighbors that show whether the rows around a query are allowed
+_GATHERED = 0.5  # share of a segment below which allowed rows are gathered, else masked
+_SAMPLE = 256  # rows that recall is measured with
+_LONGEST = 1e15  # entries of vectors whose squares would overflow float32
 
 
 def no_progress(done: int, total: int) -> None:

@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from proximetry._util.errors import UsageError, readable_size, shown
 
-MOST_BYTES = 20_000_000
-"""The largest request."""
+MOST_BYTES = 20_000_000  # of a request
 MOST_REQUESTS, MOST_SEARCHES = 256, 128
 """Maximum number of concurrent and waiting requests; others are answered 503."""
 _ALL_BYTES = 400_000_000

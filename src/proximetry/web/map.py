@@ -24,8 +24,7 @@ if TYPE_CHECKING:  # the child imports nothing but what t-SNE needs
 
 log = logging.getLogger("proximetry.web")
 
-MOST = 20_000
-"""Images on a map; a larger gallery is sampled."""
+MOST = 20_000  # images on a map; a larger gallery is sampled
 _CACHED = 50  # maps
 _RETRY = 60.0  # seconds after which a failed map is computed again
 

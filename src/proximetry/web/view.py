@@ -25,12 +25,9 @@ from proximetry.search.manifest import EMBEDDER, MANIFEST, read_manifest
 
 log = logging.getLogger("proximetry.web")
 
-SIZES = (16, 2048)
-"""Minimum and maximum longer side of a thumbnail in pixels."""
-# Seconds between two checks for changes by other processes.
-_CHECK_EVERY = 1.0
-# Images whose paths determine the common folder.
-_SAMPLED = 1000
+SIZES = (16, 2048)  # minimum and maximum longer side of a thumbnail in pixels
+_CHECK_EVERY = 1.0  # seconds between two checks for changes by other processes
+_SAMPLED = 1000  # images whose paths determine the common folder
 _SUGGESTED = 12
 # Thumbnails up to these sizes are cached, and lossless: JPEG blurs very small images.
 _THUMBNAIL, _LOSSLESS = 320, 96
