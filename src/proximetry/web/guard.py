@@ -160,8 +160,7 @@ class Guard:
 
     async def _admit(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         """Pass a request on, unless it is too large or there are too many."""
-        searches = scope["path"] == "/search"
-        size = 0
+        searches, size = scope["path"] == "/search", 0
         if scope["method"] not in ("GET", "HEAD"):
             declared = headers.get("content-length", "")
             size = int(declared) if declared.isdigit() else MOST_BYTES
