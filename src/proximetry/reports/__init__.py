@@ -1,7 +1,4 @@
-"""Reports of runs: one HTML file that needs nothing else, of one run or of several compared.
-
-Names are imported when they are first used.
-"""
+"""Reports of one run or of several compared, as one HTML file. Names are imported at first use."""
 
 from typing import TYPE_CHECKING
 

@@ -165,5 +165,4 @@ def _origins(runs: Sequence[ComparedRun]) -> Section:
         for name, record, run in runs
         for note in [*record.results.get("notes", []), *([] if run is None else run.notes)]
     ]
-    unique = list(dict.fromkeys(notes))
-    return section("Origin", "comparison_origin.html", runs=runs, notes=unique)
+    return section("Origin", "comparison_origin.html", runs=runs, notes=[*dict.fromkeys(notes)])

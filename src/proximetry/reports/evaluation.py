@@ -35,10 +35,8 @@ from proximetry.training.sources.base import divide, open_catalog
 
 Rows = npt.NDArray[np.int64]
 
-NEIGHBORS = 8
-"""Number of images beside a query."""
-MAPPED = 1500
-"""Maximum number of images on a map."""
+NEIGHBORS = 8  # number of images beside a query
+MAPPED = 1500  # maximum number of images on a map
 _OF_A_CLASS = 20
 # Figures of another device differ in the last digits; those of other images differ by more.
 _ROUNDING = 1e-4
@@ -131,16 +129,14 @@ class RunEvaluation:
 
     def compares_like(self, other: RunEvaluation) -> bool:
         """Return whether both have the same queries and the same gallery."""
-        mine, theirs = (
-            (one.catalog.labels, one.catalog.queries, one.catalog.galleries, one._files)
-            for one in (self, other)
-        )
-        return mine == theirs
+        return self._compared == other._compared
 
     @cached_property
-    def _files(self) -> list[str]:
-        """Resolved paths: two folders may contain different images with the same names."""
-        return [os.path.realpath(self.catalog.file(row)) for row in range(len(self.catalog))]
+    def _compared(self) -> tuple[Any, ...]:
+        catalog = self.catalog
+        # Resolved: two folders may contain different images with the same names.
+        files = [os.path.realpath(catalog.file(row)) for row in range(len(catalog))]
+        return catalog.labels, catalog.queries, catalog.galleries, files
 
 
 def evaluate_run(
@@ -228,14 +224,13 @@ def evaluate_run(
 def _open(
     record: RunRecord, source: str | None, root: Path | None, columns: Mapping[str, str] | None
 ) -> Catalog:
-    if source is not None:
-        name, path = resolve_source(source, root)
-        data = record.recipe.data
-        if columns is None and name in TABLES:
-            columns = data.columns
-        return open_dataset(name, path, columns=columns, allow_missing=data.bad_images == "skip")
-    recipe = record.recipe
-    return open_catalog(recipe if root is None else recipe.override({"data.root": str(root)}))
+    recipe, data = record.recipe, record.recipe.data
+    if source is None:
+        return open_catalog(recipe if root is None else recipe.override({"data.root": str(root)}))
+    name, path = resolve_source(source, root)
+    if columns is None and name in TABLES:
+        columns = data.columns
+    return open_dataset(name, path, columns=columns, allow_missing=data.bad_images == "skip")
 
 
 def _evaluated_images(

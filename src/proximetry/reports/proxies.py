@@ -18,8 +18,7 @@ from proximetry.reports.record import RunRecord
 from proximetry.training.checkpoint import read_part
 from proximetry.training.evaluator import encode_catalog
 
-TRAINING_IMAGES = 2000
-"""Maximum number of training images that are compared with the proxies."""
+TRAINING_IMAGES = 2000  # at most this number are compared with the proxies
 
 
 @dataclass(frozen=True, eq=False)

@@ -77,8 +77,7 @@ class RunRecord:
     @property
     def selected(self) -> dict[str, Any]:
         """Epoch and metrics of the selected epoch; empty for an unfinished run."""
-        selected: dict[str, Any] = self.results.get("selected", {})
-        return selected
+        return {**self.results.get("selected", {})}
 
     @property
     def metrics(self) -> list[str]:

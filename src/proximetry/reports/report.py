@@ -144,13 +144,11 @@ def comparison_page(
     if len(set(names)) < len(names):
         names = [str(record.path) for record in records]
     runs = list(map(ComparedRun, names, records, evaluations))
-    sections = comparison_sections(runs)
-    missing = [f"{run.name}. {reason}" for run in runs for reason in run.record.missing]
     title = " and ".join(names) if len(names) == 2 else f"{names[0]} and {len(names) - 1} others"
     return page(
         f"{title}, compared",
-        sections,
+        comparison_sections(runs),
         heading=f"{title}, compared",
         about=f"{len(names)} runs, compared with {names[0]}. {_written()}",
-        missing=missing,
+        missing=[f"{run.name}. {reason}" for run in runs for reason in run.record.missing],
     )

@@ -272,8 +272,7 @@ def _confused_example(run: RunEvaluation, one: str, other: str) -> dict[str, Any
 def map_section(run: RunEvaluation) -> Section:
     """Return the embeddings as points on a plane."""
     rows = run.sample()
-    similarity = run.embedder.architecture.similarity
-    places = map_embeddings(run.vectors[rows], similarity=similarity)
+    places = map_embeddings(run.vectors[rows], similarity=run.embedder.architecture.similarity)
     catalog, codes = run.catalog, run.catalog.codes[rows]
     side, margin = 640, 14
     placed = margin + places * (side - 2 * margin)

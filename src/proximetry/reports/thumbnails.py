@@ -10,10 +10,8 @@ from PIL import Image
 from proximetry._util.machine import cores
 from proximetry.data.images import ImageError, thumbnail
 
-SIDE = 128
-"""Longer side of a thumbnail in pixels."""
-TILE = 48
-"""Side of a tile in the sprite of a map."""
+SIDE = 128  # longer side of a thumbnail in pixels
+TILE = 48  # side of a tile in the sprite of a map
 COLUMNS = 50
 
 

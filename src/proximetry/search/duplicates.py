@@ -26,20 +26,14 @@ from proximetry.search.snapshot import prepare_vectors
 if TYPE_CHECKING:
     from proximetry.search.gallery import Version
 
-# All pairs of this many rows are compared: at 512 dimensions on one core 10 minutes.
-COMPARED = 250_000
+COMPARED = 250_000  # rows; all pairs of them take 10 minutes at 512 dimensions on one core
 _TILE = 4096
 _MOST_PAIRS = 10_000_000
-# Neighbors that are searched first for each image of a large gallery.
-_NEIGHBORS = 32
-# Images that the default threshold is measured with.
-_SAMPLE = 50
-# This share of altered copies may be less similar than the threshold.
-_MISSED = 0.1
-# Neighbors that are nearer than usual by this many robust standard deviations are exceptional.
-_DEVIATIONS = 2.0
-# Images are decoded at up to twice this size, which is enough for networks.
-_SIDE = 512
+_NEIGHBORS = 32  # that are searched first for each image of a large gallery
+_SAMPLE = 50  # images that the default threshold is measured with
+_MISSED = 0.1  # share of altered copies that may be less similar than the threshold
+_DEVIATIONS = 2.0  # robust standard deviations from which on a neighbor is unusually near
+_SIDE = 512  # images are decoded at up to twice this size, which is enough for networks
 _DEFAULT_THRESHOLD = 0.99
 
 

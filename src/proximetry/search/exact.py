@@ -30,15 +30,11 @@ FloatArray = npt.NDArray[np.float32]
 Scores = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
-# Products in memory at a time: 64 MB of float32.
-_ENTRIES = 1 << 24
+_ENTRIES = 1 << 24  # products in memory at a time: 64 MB of float32
 _QUERIES = 1024
-# Candidates beyond k, so that a second pass is rarely needed.
-SPARE = 16
-# Values of vectors gathered at a time: 2 MB of float64, which fit in the cache.
-_GATHERED = 1 << 18
-# Candidates of a second pass that are scored at a time.
-_RESCORED = 4096
+SPARE = 16  # candidates beyond k, so that a second pass is rarely needed
+_GATHERED = 1 << 18  # values of vectors at a time: 2 MB of float64, which fit in the cache
+_RESCORED = 4096  # candidates of a second pass that are scored at a time
 
 
 class Part(NamedTuple):

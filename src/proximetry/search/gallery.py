@@ -71,12 +71,9 @@ if TYPE_CHECKING:
 Where = rows.Where
 Queries = Sequence[ImageSource] | Vectors
 
-# Segments of up to this many rows are merged as they accumulate: writing them takes a second.
-MERGED = 65_536
-# The cosine of a float32 unit vector with its copy is below 1 by less than this.
-ROUNDING = 2.0**-22
-# The largest k of re-ranking, which compares twice as many images.
-_MOST_RERANKED = 1000
+MERGED = 65_536  # rows of a segment up to which small ones are merged: a second to write
+ROUNDING = 2.0**-22  # bounds 1 − the cosine of a float32 unit vector with its copy
+_MOST_RERANKED = 1000  # the largest k of re-ranking, which compares twice as many images
 
 
 class Gallery:
@@ -375,7 +372,6 @@ class Gallery:
             )
 
     def _write(self, new: NewImages, *, renew: bool) -> IntArray:
-        """Write embedded images to the gallery, and return their ids."""
         with locked(self.path, new.report):
             now = Snapshot.open(self.path)
             self._check_same(now)
@@ -389,9 +385,7 @@ class Gallery:
             segment = new.write(self.path, manifest)
             first = manifest.next_id
             manifest = dataclasses.replace(
-                manifest,
-                next_id=first + segment.rows,
-                segments=(*manifest.segments, segment),
+                manifest, next_id=first + segment.rows, segments=(*manifest.segments, segment)
             )
             self._commit(self._merge_small(manifest))
             if segment.index:
@@ -573,10 +567,8 @@ class Gallery:
             kind = "a cosine, from −1 to 1" if cosine else "a distance, from 0 up"
             raise UsageError(f"threshold must be {kind}, got {threshold:g}")
         least = float(threshold) - ROUNDING if cosine else -(float(threshold) ** 2)
-        small = len(now) <= duplicates.COMPARED or not any(
-            info.index for info in now.manifest.segments
-        )
-        if isinstance(now, Snapshot) and small:
+        indexed = any(info.index for info in now.manifest.segments)
+        if isinstance(now, Snapshot) and (len(now) <= duplicates.COMPARED or not indexed):
             alive = now.chosen(now.alive)
             positions, scores = duplicates.compare_all(now.store, alive, least, progress)
         else:

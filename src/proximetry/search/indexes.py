@@ -24,18 +24,13 @@ from proximetry.metrics.reranking import binary_codes, candidates
 from proximetry.models.names import Similarity
 
 EXACT, BINARY = "Flat", "BFlat"
-# Up to here the scan takes some tens of milliseconds on two cores.
-MOST_EXACT = 100_000
-# Beyond, a graph takes more than 5 GB to build at 512 dimensions, and hours.
-MOST_GRAPH = 2_000_000
-RECALL = 0.98
-"""Recall@10 that the search effort of a new index is raised to."""
+MOST_EXACT = 100_000  # up to here the scan takes some tens of milliseconds on two cores
+MOST_GRAPH = 2_000_000  # beyond, a graph takes over 5 GB at 512 dimensions, and hours
+RECALL = 0.98  # recall@10 that the search effort of a new index is raised to
 MOST_EFFORT = 32
-# Fewer rows are scanned in less time than an index needs to be set up.
-LEAST_INDEXED = 10_000
+LEAST_INDEXED = 10_000  # fewer rows are scanned in less time than an index is set up
 _BLOCK = 16_384
-# Training points per list; 256, as faiss has it, is no better.
-_POINTS = 64
+_POINTS = 64  # for training, per list; 256, as faiss has it, is no better
 
 _KNOWN = re.compile(
     r"(OPQ\d+(_\d+)?,|PCA[RW]*\d+,)?"
@@ -210,8 +205,7 @@ class Index:
         return faiss.SearchParametersPreTransform(index_params=inner) if transformed else inner
 
 
-DEPTH = 128
-"""efSearch of a graph."""
+DEPTH = 128  # efSearch of a graph
 
 
 def probes(lists: int) -> int:

@@ -34,8 +34,7 @@ FORMAT = "proximetry gallery"
 VERSION = 1
 MANIFEST = "gallery.json"
 LOCK = "gallery.lock"
-LOCK_SECONDS = 60.0
-"""How long a writer waits for another one."""
+LOCK_SECONDS = 60.0  # how long a writer waits for another one
 GRACE = 86_400.0
 """Seconds for which replaced segments and staged vectors stay: readers on other hosts use them."""
 EMBEDDER, STAGING, SEGMENTS = "embedder", "staging", "segments"
@@ -151,13 +150,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Replace the manifest, which commits a change."""
-    content = {
-        "format": FORMAT,
-        "version": VERSION,
-        "proximetry": __version__,
-        "gallery": asdict(manifest),
-    }
-    atomic_write(folder / MANIFEST, sealed_json(content))
+    content = {"format": FORMAT, "version": VERSION, "proximetry": __version__}
+    atomic_write(folder / MANIFEST, sealed_json({**content, "gallery": asdict(manifest)}))
 
 
 def _parse(values: dict[str, Any]) -> Manifest:
@@ -221,9 +215,8 @@ def check_new_folder(folder: Path) -> None:
             f"{folder} is already a gallery. Add to it: Gallery.open({str(folder)!r}).add(…)"
         )
     ours = {LOCK, EMBEDDER, STAGING, SEGMENTS}
-    names = (path.name for path in folder.iterdir() if written_for(path) != MANIFEST)
-    foreign = sorted(name for name in names if name not in ours)
-    if foreign:
+    names = {path.name for path in folder.iterdir() if written_for(path) != MANIFEST}
+    if foreign := sorted(names - ours):
         raise UsageError(
             f"{folder} has other files: {some(foreign, 3)}. Choose a new or empty folder."
         )

@@ -36,8 +36,7 @@ from proximetry.search.gallery import Gallery, describe_index
 from proximetry.search.manifest import STAGING, Manifest, Report, locked
 from proximetry.search.staging import NewImages
 
-MOST = 16_384
-"""The largest number of results of a query on Milvus."""
+MOST = 16_384  # the largest number of results of a query on Milvus
 TOKEN = "MILVUS_TOKEN"
 _TIMEOUT = 10.0
 _VERSION = 2
@@ -182,7 +181,6 @@ def _restore(value: Any) -> Any:
 
 
 def _quoted(value: Any) -> str:
-    """Quote a text for a filter expression."""
     return f'"{_store(str(value)).translate(_ESCAPES)}"'
 
 
@@ -387,9 +385,8 @@ class Collection:
 
     def find_paths(self, table: Any) -> dict[bytes, int]:
         """Return those of a table's paths that are in the gallery, and their ids."""
-        found = self.positions(ids_of(table)).tolist()
-        pairs = zip(table["path"].to_pylist(), found, strict=True)
-        return {path: one for path, one in pairs if one >= 0}
+        paths, ids = table["path"].to_pylist(), self.positions(ids_of(table)).tolist()
+        return {path: one for path, one in zip(paths, ids, strict=True) if one >= 0}
 
     def write(self, new: NewImages) -> IntArray:
         """Add or replace rows, and return their ids."""
@@ -410,7 +407,6 @@ class Collection:
 
 
 def _records(table: Any, vectors: FloatArray) -> list[dict[str, Any]]:
-    """Return rows as Milvus accepts them."""
     columns = {name: [*map(_store, rows.values(table[name]))] for name in table.column_names}
     records = []
     for row, one in enumerate(ids_of(table).tolist()):

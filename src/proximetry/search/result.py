@@ -13,8 +13,7 @@ import numpy.typing as npt
 from proximetry._util.types import IntArray
 from proximetry.models.names import Similarity
 
-REMOVED = "(removed meanwhile)"
-"""The name of an image on Milvus that was removed after the search."""
+REMOVED = "(removed meanwhile)"  # an image on Milvus that was removed after the search
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -19,10 +19,8 @@ from proximetry.data import FIELDS, Catalog
 from proximetry.data.folders import SEPARATOR, split_shard_path
 from proximetry.search.manifest import DamagedGalleryError
 
-STAMP = ("_size", "_modified")
-"""Hidden columns: size and time of modification of each file when it was embedded."""
-# Names that results and galleries use themselves.
-_RESERVED = ("id", "similarity", "score", *STAMP)
+STAMP = ("_size", "_modified")  # hidden columns: of each file when it was embedded
+_RESERVED = ("id", "similarity", "score", *STAMP)  # by results and galleries
 
 Mask = npt.NDArray[np.bool_]
 Where = Mapping[str, Any]

@@ -22,16 +22,13 @@ from proximetry.search.result import REMOVED, SearchResult
 THUMBNAIL = 160
 _MARGIN, _LINE = 10, 15
 _COLUMNS = 10
-# Larger images are not opened by most viewers.
-_MOST_CELLS = 5_000
+_MOST_CELLS = 5_000  # larger images are not opened by most viewers
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # which Pillow would break the line at, or draw as boxes
 
 
 class _Cell(NamedTuple):
-    """An image and the lines below it."""
-
     path: str
-    lines: tuple[str, ...]
+    lines: tuple[str, ...]  # below the image
 
 
 def contact_sheet(file: Path, queries: Sequence[str], result: SearchResult) -> None:
@@ -70,8 +67,7 @@ def group_sheet(file: Path, groups: Sequence[Sequence[str | None]]) -> int:
         [_Cell(path, (os.path.relpath(path, home),)) for path in group[:_MOST_CELLS]]
         for group in there[:count]
     ]
-    title = f"Duplicates: {len(rows)} of {len(groups)} groups"
-    atomic_write(file, _page(rows, title, query=False))
+    atomic_write(file, _page(rows, f"Duplicates: {len(rows)} of {len(groups)} groups", query=False))
     return len(rows)
 
 
@@ -89,7 +85,6 @@ def _cells(query: str, result: SearchResult, number: int) -> list[_Cell]:
 
 
 def _thumbnail(path: str) -> Image.Image | None:
-    """Return a small version of an image, None if it is not readable."""
     try:
         return thumbnail(path, THUMBNAIL)
     except ImageError:

@@ -39,14 +39,10 @@ from proximetry.search.manifest import (
 SCANNED = 1 << 24
 # A scan is as fast as an index for a list of more than this share of the rows.
 SHORTEST = 64
-# Neighbors that show whether the rows around a query are allowed.
-_NEAR = 10
-# Allowed rows are gathered below this share of a segment, and masked above.
-_GATHERED = 0.5
-# Rows that recall is measured with.
-_SAMPLE = 256
-# Vectors whose squares would overflow float32.
-_LONGEST = 1e15
+_NEAR = 10  # neighbors that show whether the rows around a query are allowed
+_GATHERED = 0.5  # share of a segment below which allowed rows are gathered, else masked
+_SAMPLE = 256  # rows that recall is measured with
+_LONGEST = 1e15  # entries of vectors whose squares would overflow float32
 
 
 def no_progress(done: int, total: int) -> None:
@@ -83,11 +79,9 @@ def write_segment(
             for block in blocks:
                 stream.write(np.ascontiguousarray(block, np.float32).data)
         vectors = _open_array(paths["vectors"], (count, manifest.dim), np.float32)
-        squares = np.concatenate(
-            [np.empty(0)]
-            + [np.square(vectors[part].astype(np.float64)).sum(1) for part in chunks(count, 4096)]
-        )
-        longest = float(np.sqrt(squares.max(initial=0.0)))
+        parts = (vectors[part].astype(np.float64) for part in chunks(count, 4096))
+        squares = np.concatenate([np.square(part).sum(1) for part in parts])
+        longest = float(np.sqrt(squares.max()))
         _save(paths["ids"], ids)
         with paths["rows"].open("wb") as stream:
             rows.write(table, stream)
@@ -98,9 +92,8 @@ def write_segment(
         if index:
             indexes.build(index, vectors, manifest.similarity, paths["index"], progress)
             store = Store([vectors], np.array([0, count]), manifest.similarity, _above(longest))
-            effort, recall = _calibrate(
-                indexes.Index(paths["index"], index), store, Part(vectors, lengths, 0)
-            )
+            built = indexes.Index(paths["index"], index)
+            effort, recall = _calibrate(built, store, Part(vectors, lengths, 0))
         files = {kind: _seal(file) for kind, file in paths.items() if file.exists()}
     for changed in (home, home.parent):
         sync_folder(changed)
@@ -205,12 +198,10 @@ class Segment:
             kind = rows.column_type(table, name)
             if kind is None or not rows.arrow().types.is_large_binary(kind):
                 raise DamagedGalleryError(files["rows"], f"its column {name} is {kind}")
-        vectors, squares = (
-            _open_array(files["vectors"], (info.rows, manifest.dim), np.float32),
-            None,
-        )
+        squares = None
         if "squares" in files:
             squares = _open_array(files["squares"], (info.rows,), np.float32)
+        vectors = _open_array(files["vectors"], (info.rows, manifest.dim), np.float32)
         return cls(
             Part(vectors, squares, start),
             _open_array(files["ids"], (info.rows,), np.int64),
@@ -286,9 +277,9 @@ class Snapshot:
 
     def select(self, where: rows.Where) -> Any:
         """Return a mask of the rows that meet the conditions."""
-        return (
-            rows.select(self.table, where) & self.alive if where and self.segments else self.alive
-        )
+        if where and self.segments:
+            return rows.select(self.table, where) & self.alive
+        return self.alive
 
     def chosen(self, allowed: Any) -> IntArray:
         """Return the positions of the allowed rows, rising."""

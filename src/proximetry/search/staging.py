@@ -40,8 +40,7 @@ Images = Catalog | Sequence[str | os.PathLike[str]] | Any
 Labels = Sequence[str | None] | None
 Vectors = Tensor | npt.NDArray[Any]
 BadImages = Literal["error", "skip"]
-# Images that are embedded before they are written.
-CHUNK = 1024
+CHUNK = 1024  # images that are embedded before they are written
 BLOCK = 65_536
 
 

@@ -1,7 +1,4 @@
-"""The search page of a gallery, and its HTTP interface.
-
-Names are imported when they are first used.
-"""
+"""The search page of a gallery, and its HTTP interface. Names are imported at first use."""
 
 from typing import TYPE_CHECKING
 
@@ -13,8 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["make_app", "serve"]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {"app": ("make_app",), "server": ("serve",)},
-    extra="web",
-)
+__getattr__ = lazy_exports(__name__, {"app": ("make_app",), "server": ("serve",)}, extra="web")

@@ -263,8 +263,6 @@ def make_app(path: Path) -> FastAPI:
 
 
 def _handle_errors(app: FastAPI) -> None:
-    """Return errors as JSON."""
-
     @app.exception_handler(StarletteHTTPException)
     async def http_error(request: Request, error: StarletteHTTPException) -> Response:
         detail = "not found" if error.detail == "Not Found" else str(error.detail)
@@ -387,8 +385,7 @@ def _add_items(app: FastAPI, service: Service) -> None:
         headers = {"Cache-Control": "private, no-cache", "ETag": etag}
         if image is None:
             return Response(None, 304, headers)
-        content, media_type = image
-        return Response(content, 200, headers, media_type)
+        return Response(image[0], 200, headers, media_type=image[1])
 
 
 def _add_gallery(app: FastAPI, service: Service) -> None:

@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from proximetry._util.errors import UsageError, readable_size, shown
 
-MOST_BYTES = 20_000_000
-"""The largest request."""
+MOST_BYTES = 20_000_000  # of a request
 MOST_REQUESTS, MOST_SEARCHES = 256, 128
 """Maximum number of concurrent and waiting requests; others are answered 503."""
 _ALL_BYTES = 400_000_000
@@ -161,8 +160,7 @@ class Guard:
 
     async def _admit(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         """Pass a request on, unless it is too large or there are too many."""
-        searches = scope["path"] == "/search"
-        size = 0
+        searches, size = scope["path"] == "/search", 0
         if scope["method"] not in ("GET", "HEAD"):
             declared = headers.get("content-length", "")
             size = int(declared) if declared.isdigit() else MOST_BYTES

@@ -24,8 +24,7 @@ if TYPE_CHECKING:  # the child imports nothing but what t-SNE needs
 
 log = logging.getLogger("proximetry.web")
 
-MOST = 20_000
-"""Images on a map; a larger gallery is sampled."""
+MOST = 20_000  # images on a map; a larger gallery is sampled
 _CACHED = 50  # maps
 _RETRY = 60.0  # seconds after which a failed map is computed again
 
@@ -89,9 +88,8 @@ class MapMaker:
     def _start(self, gallery: "Gallery") -> None:
         self._version, self.started = gallery.version, time.monotonic()
         job = (gallery.version, *sample(gallery), gallery.similarity)
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=_run, args=job, daemon=True
-        )
+        spawn = multiprocessing.get_context("spawn")
+        self._process = spawn.Process(target=_run, args=job, daemon=True)
         self._process.start()
 
 
@@ -104,7 +102,6 @@ def sample(gallery: "Gallery") -> tuple[npt.NDArray[np.int64], npt.NDArray[np.fl
 
 
 def _run(*job: Any) -> None:
-    """Compute a map in the child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
     with suppress(OSError, AttributeError):
         os.nice(10)

@@ -25,10 +25,8 @@ from proximetry.web.view import View
 
 log = logging.getLogger("proximetry.web")
 
-MOST_PIXELS = 50_000_000
-"""The largest upload: 150 MB when decoded."""
-# Queries per batch.
-_BATCH = 64
+MOST_PIXELS = 50_000_000  # of an upload: 150 MB when decoded
+_BATCH = 64  # queries
 
 Conditions = tuple[tuple[str, tuple[str, ...]], ...]
 

@@ -21,14 +21,11 @@ from proximetry._util.errors import UsageError, counted, need, shown
 from proximetry.search.manifest import is_milvus, read_manifest
 from proximetry.web.guard import Guard, check_token
 
-TOKEN = "PROXIMETRY_TOKEN"
-"""The environment variable for the token, which `ps` does not show to other users."""
-SECONDS = 30.0
-"""Time to send the headers of a request, and to read a response."""
+TOKEN = "PROXIMETRY_TOKEN"  # the variable for the token; `ps` does not show it to others
+SECONDS = 30.0  # to send the headers of a request, and to read a response
 HEAD_BYTES, HEADERS, PIPELINED = 64_000, 100, 8
 """Limits per connection: bytes without bodies, headers of a request, waiting requests."""
-# Most connections are idle; beyond this number uvicorn answers 503.
-_CONNECTIONS = 1000
+_CONNECTIONS = 1000  # most are idle; beyond this number uvicorn answers 503
 _SWITCH_INTERVAL = 0.0005
 _SHUTDOWN_SECONDS = 5  # for requests that are being answered
 

@@ -25,20 +25,15 @@ from proximetry.search.manifest import EMBEDDER, MANIFEST, read_manifest
 
 log = logging.getLogger("proximetry.web")
 
-SIZES = (16, 2048)
-"""Minimum and maximum longer side of a thumbnail in pixels."""
-# Seconds between two checks for changes by other processes.
-_CHECK_EVERY = 1.0
-# Images whose paths determine the common folder.
-_SAMPLED = 1000
+SIZES = (16, 2048)  # minimum and maximum longer side of a thumbnail in pixels
+_CHECK_EVERY = 1.0  # seconds between two checks for changes by other processes
+_SAMPLED = 1000  # images whose paths determine the common folder
 _SUGGESTED = 12
 # Thumbnails up to these sizes are cached, and lossless: JPEG blurs very small images.
 _THUMBNAIL, _LOSSLESS = 320, 96
 _CACHED = 2048
 
-
-EncodedImage = tuple[bytes, str]
-"""An image as it is sent, and its media type."""
+EncodedImage = tuple[bytes, str]  # as it is sent, and its media type
 
 
 class About(NamedTuple):
@@ -161,11 +156,9 @@ def _encode(path: str, size: int, state: tuple[int, ...] = ()) -> EncodedImage:
     """Decode and encode an image, so that only pixels are sent, whatever the file is."""
     image = thumbnail(path, size)
     buffer = io.BytesIO()
-    if max(image.size) <= _LOSSLESS:
-        image.save(buffer, "PNG")
-        return buffer.getvalue(), "image/png"
-    image.save(buffer, "JPEG", quality=85)
-    return buffer.getvalue(), "image/jpeg"
+    kind = "PNG" if max(image.size) <= _LOSSLESS else "JPEG"
+    image.save(buffer, kind, quality=85)  # which PNG ignores
+    return buffer.getvalue(), f"image/{kind.lower()}"
 
 
 _encode_cached = lru_cache(maxsize=_CACHED)(_encode)
