@@ -29,12 +29,12 @@ def list_(*, as_json: AsJson = False) -> None:
     from proximetry.data.cache import list_caches, list_leftovers
 
     caches, leftovers = list_caches(), list_leftovers()
-    rest, total = _size(leftovers), _size([*caches, *leftovers])
+    total = _size([*caches, *leftovers])
     lines = [f"{cache_folder()}: {counted(len(caches), 'cache')}, {readable_size(total)} in all"]
     if caches:
         lines += [f"{'name':30}{'size':>10}  {'last used':16}  images", *map(_line, caches)]
     if leftovers:
-        size = readable_size(rest)
+        size = readable_size(_size(leftovers))
         lines.append(f"{size} of interrupted caches; `proximetry cache clean` removes them")
     document = {
         "folder": str(cache_folder()),
