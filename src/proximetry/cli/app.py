@@ -153,31 +153,23 @@ def _prepare(words: list[str]) -> list[str]:
 
 def _explain(error: "CycloptsError") -> str:
     """Return a message for a wrong command line, ours where it helps more."""
-    from cyclopts import (
-        CoercionError,
-        MissingArgumentError,
-        UnknownOptionError,
-        UnusedCliTokensError,
-    )
+    import cyclopts
 
     see, argument = f"see: proximetry {' '.join(error.command_chain or ())} --help", error.argument
-    if isinstance(error, UnknownOptionError):
+    if isinstance(error, cyclopts.UnknownOptionError):
         word = error.token.keyword or error.token.value
         last = word.lstrip("-").partition("=")[0].replace("_", "-")
-        names = [name for one in error.argument_collection for name in one.names]
-        same = [name for name in names if name.endswith(f".{last}")]
+        known = error.argument_collection
+        same = [name for one in known for name in one.names if name.endswith(f".{last}")]
         if same:
             return f"Unknown option: {word}. Did you mean {' or '.join(same)}?"
-        if any(
-            one.index is not None and one.field_info.name == last
-            for one in error.argument_collection
-        ):
+        if any(one.index is not None and one.field_info.name == last for one in known):
             return f"Unknown option: {word}. {last.upper()} is given without an option; {see}"
-    if isinstance(error, UnusedCliTokensError):
+    if isinstance(error, cyclopts.UnusedCliTokensError):
         return f"unexpected arguments: {some(error.unused_tokens or ())}; {see}"
-    if isinstance(error, MissingArgumentError) and argument and argument.index is not None:
+    if isinstance(error, cyclopts.MissingArgumentError) and argument and argument.index is not None:
         return f"{argument.field_info.name.upper()} is missing; {see}"
-    if isinstance(error, CoercionError) and argument and get_origin(argument.hint) is dict:
+    if isinstance(error, cyclopts.CoercionError) and argument and get_origin(argument.hint) is dict:
         return f"{argument.name} is given key by key, as {argument.name}.KEY VALUE"
     return str(error)
 

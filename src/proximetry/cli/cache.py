@@ -19,7 +19,6 @@ ABOUT = "List, verify and remove cached images."
 
 _SECONDS = {"h": 3600, "d": 86_400, "w": 604_800}
 _BYTES = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SHORT = 12  # characters of a name
 
 
 def list_(*, as_json: AsJson = False) -> None:
@@ -30,12 +29,12 @@ def list_(*, as_json: AsJson = False) -> None:
     from proximetry.data.cache import list_caches, list_leftovers
 
     caches, leftovers = list_caches(), list_leftovers()
-    rest, total = _size(leftovers), _size([*caches, *leftovers])
+    total = _size([*caches, *leftovers])
     lines = [f"{cache_folder()}: {counted(len(caches), 'cache')}, {readable_size(total)} in all"]
     if caches:
         lines += [f"{'name':30}{'size':>10}  {'last used':16}  images", *map(_line, caches)]
     if leftovers:
-        size = readable_size(rest)
+        size = readable_size(_size(leftovers))
         lines.append(f"{size} of interrupted caches; `proximetry cache clean` removes them")
     document = {
         "folder": str(cache_folder()),
@@ -161,7 +160,7 @@ def _plain(entries: Iterable["CacheEntry"]) -> list[dict[str, Any]]:
 
 def _short(entry: "CacheEntry") -> str:
     kind, _, name = entry.name.rpartition("/")
-    return f"{kind}/{name[:_SHORT]}"
+    return f"{kind}/{name[:12]}"
 
 
 def _line(entry: "CacheEntry") -> str:

@@ -81,16 +81,10 @@ def embed(
         atomic_write(skipped_file, json.dumps(skipped, indent=1).encode())
     else:
         skipped_file.unlink(missing_ok=True)
-    dim = vectors.shape[1]
-    document = {
-        "out": str(out),
-        "images": len(readable),
-        "dim": dim,
-        "skipped": skipped,
-        "notes": notes,
-    }
+    count, dim = vectors.shape
+    document = {"out": str(out), "images": count, "dim": dim, "skipped": skipped, "notes": notes}
     lines = first_few([f"skipped {reason}" for reason in skipped], str(skipped_file))
-    text = f"wrote {len(readable)} embeddings (dim {dim}) to {' and '.join(map(str, written))}"
+    text = f"wrote {count} embeddings (dim {dim}) to {' and '.join(map(str, written))}"
     print_result(as_json, document, "\n".join([*notes, *lines, text]))
 
 

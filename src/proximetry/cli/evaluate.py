@@ -102,10 +102,8 @@ def evaluate(
     if expand and similarity != "cosine":
         raise UsageError(f"--expand requires cosine similarity, got {similarity}")
     skip, skipped = bad_images == "skip", list[str]()
-    catalog: Any  # without an embedder, of vectors
-    catalog, chosen = query_gallery.choose_split(
-        open_images(name, path, columns, skip), split, data
-    )
+    catalog: Any = open_images(name, path, columns, skip)  # without an embedder, of vectors
+    catalog, chosen = query_gallery.choose_split(catalog, split, data)
     dim = catalog.vectors.shape[1] if model is None else model.dim
     eval_dims = saved.eval_dims if eval_dims is None else eval_dims
     if eval_dims and max(eval_dims) >= dim:
@@ -244,9 +242,8 @@ def as_text(document: Mapping[str, Any], name: str) -> str:
         table = metrics_table(rows, _headline(scores))
         parts.append(f"The worst {len(rows)} classes:\n{table}")
     if "confusions" in document:
-        lines = [
-            f"{one['count']:6}  {one['query']} → {one['nearest']}" for one in document["confusions"]
-        ]
+        pairs = document["confusions"]
+        lines = [f"{one['count']:6}  {one['query']} → {one['nearest']}" for one in pairs]
         head = "Queries by class → class of the nearest image, if it is another:"
         parts.append("\n".join([head, *(lines or ["  none"])]))
     parts += [f"note: {note}" for note in document["notes"]]

@@ -18,8 +18,7 @@ INPUT = (
     "default: the .json beside it, else 112×112, RGB, (x − 127.5) / 127.5."
 )
 FaceEmbedder = Annotated[
-    Path,
-    Parameter(help="folder of a run or of a saved embedder, hub:owner/name, or an ONNX file."),
+    Path, Parameter(help="folder of a run or of a saved embedder, hub:owner/name, or an ONNX file.")
 ]
 ABOUT = "Align faces, and test face embedders by the protocols of LFW, YTF and MegaFace."
 
@@ -68,10 +67,8 @@ def align(
     lines = [f"aligned {result.faces} faces of {result.images} images to {out} ({size})"]
     if result.several:
         lines.append(f"{result.several} images show several faces, of which {which[keep]} kept")
-    if result.no_face:
-        lines.append(f"{result.no_face} images show no face")
-    if result.unreadable:
-        lines.append(f"{result.unreadable} images cannot be read")
+    failures = {"show no face": result.no_face, "cannot be read": result.unreadable}
+    lines += [f"{number} images {what}" for what, number in failures.items() if number]
     lines.append(f"every image and face is listed in {result.report}")
     print_result(as_json, document, "\n".join(lines))
 

@@ -76,8 +76,7 @@ def find_images(
     """Return the images in files, folders, tables and shards, and notes on them."""
     from proximetry.data.folders import images_below, scan_folder
 
-    images: list[Image] = []
-    notes: list[str] = []
+    images, notes = list[Image](), list[str]()
     for word in words:
         path = Path(word).expanduser()
         catalog = find_catalog(path, columns, allow_missing=allow_missing)

@@ -85,8 +85,7 @@ def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
         listed |= {name: known.get(name, "") for name in names}
     text = columns({name: [about] for name, about in listed.items()})
     if pattern is None:
-        more = len(names) - len(listed)
-        text += f"\n\nand {more} more of timm: proximetry backbones 'resnet*'"
+        text += f"\n\nand {len(names) - len(listed)} more of timm: proximetry backbones 'resnet*'"
     print_result(as_json, {name: {"about": about} for name, about in listed.items()}, text)
 
 

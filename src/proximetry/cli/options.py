@@ -11,18 +11,11 @@ from proximetry.models.names import LARGEST_BATCH
 
 Flag = Annotated[bool, Parameter(negative=())]
 AsJson = Annotated[Flag, Parameter(name="--json", help="print one JSON document, for scripts.")]
-
-
-def read_integer(kind: Any, tokens: tuple[Token, ...]) -> int:
-    """Read an integer; cyclopts alone would round 2.5."""
-    return int(tokens[0].value)
-
-
 BatchSize = Annotated[
     int,
     Parameter(
         validator=Number(gte=1, lte=LARGEST_BATCH),
-        converter=read_integer,
+        converter=lambda kind, tokens: int(tokens[0].value),  # cyclopts alone would round 2.5
         help="images per forward pass.",
     ),
 ]
@@ -37,8 +30,7 @@ Device = Annotated[
     str | None, Parameter(help="cpu, cuda or cuda:1; default: cuda if there is a GPU.")
 ]
 Document = Annotated[
-    Path | None,
-    Parameter(help="also write the JSON document to this file, which ends in .json."),
+    Path | None, Parameter(help="also write the JSON document to this file, which ends in .json.")
 ]
 
 # Also by the names of the recipe's keys, so that every command takes the options of `train`.

@@ -270,16 +270,15 @@ def _list_results(
     result: "SearchResult", columns: Mapping[str, Any], row: int
 ) -> list[dict[str, Any]]:
     """Return the results of one query, with the score that orders them, if it is another value."""
-    images = []
+    images = list[dict[str, Any]]()
     for rank, image in enumerate(result.ids[row]):
         if image < 0:
             break
         near = round(float(result.similarities[row, rank]), 6)
-        score = {}
+        images.append({"id": int(image), "similarity": near})
         if result.scores is not None:
-            score["score"] = round(float(result.scores[row, rank]), 6)
-        values = {name: column[row, rank] for name, column in columns.items()}
-        images.append({"id": int(image), "similarity": near, **score, **values})
+            images[-1]["score"] = round(float(result.scores[row, rank]), 6)
+        images[-1] |= {name: column[row, rank] for name, column in columns.items()}
     return images
 
 
@@ -336,11 +335,7 @@ def duplicates(
         "threshold_chosen": result.chosen or "given",
         "groups": groups,
         "pairs": [
-            {
-                "ids": pair,
-                "paths": [result.paths[one] for one in pair],
-                "similarity": round(near, 6),
-            }
+            {"ids": pair, "paths": [result.paths[i] for i in pair], "similarity": round(near, 6)}
             for pair, near in pairs
         ],
     }

@@ -25,11 +25,7 @@ MAX_FILE_BYTES = 100_000
 REMOVED = {"loss.center": 0.0, "loss.quantization": 0.0}
 
 # Defaults of the keys whose change resets other keys.
-DEFAULTS: dict[str, Any] = {
-    "model.image_size": None,
-    "model.dim": 512,
-    "loss.name": "proxy_anchor",
-}
+DEFAULTS: dict[str, Any] = {"model.image_size": None, "model.dim": 512, "loss.name": "proxy_anchor"}
 
 # Keys whose value is a dictionary.
 _DICTIONARIES = ("data.columns", "loss.settings", "evaluation.metrics")
@@ -222,10 +218,9 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return "key old → new" for each key in which two flat recipes differ."""
-    keys = dict.fromkeys([*now, *before])
     return [
         f"{key} {shown(before.get(key))} → {shown(now.get(key))}"
-        for key in keys
+        for key in dict.fromkeys([*now, *before])
         if before.get(key) != now.get(key)
     ]
 

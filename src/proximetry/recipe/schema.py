@@ -177,8 +177,7 @@ class ModelConfig(Section):
     )
     dim: Dim = _key(DEFAULTS["model.dim"], "dimension of the embedding; with bits, their number")
     bits: Bits | None = _key(
-        None,
-        "train binary codes of this many bits: signs about the training mean (in the head)",
+        None, "train binary codes of this many bits: signs about the training mean (in the head)"
     )
     pca_dim: Dim | None = _key(
         None, "reduce the trained embedding with PCA of the training images (folded into the head)"
@@ -428,32 +427,26 @@ class Recipe(Section):
         evaluation, at = self.evaluation, self.schedule.at
         dims, width = evaluation.eval_dims, self.model.pca_dim or self.model.dim
         computed = [name for name in evaluation.metrics.names() if name not in COUNTS]
-        binary = self.model.bits is not None
-        plateau = self.schedule.name == "plateau"
-        for wrong, message in (
-            (
-                evaluation.select_by not in computed,
+        if evaluation.select_by not in computed:
+            raise ValueError(
                 f"evaluation.select_by {shown(evaluation.select_by)} is not computed; choose one "
-                f"of {some(computed, 12)}",
-            ),
-            (list(at) != sorted(set(at)), f"schedule.at must rise, got {shown(list(at))}"),
-            (
-                any(dim >= width for dim in dims) or len(set(dims)) < len(dims),
-                f"evaluation.eval_dims must differ and be below {width}, got {shown(list(dims))}",
-            ),
-            (binary and dims, "evaluation.eval_dims and model.bits exclude each other"),
-            (
-                binary and evaluation.similarity != "cosine",
-                "evaluation.similarity must be cosine with model.bits",
-            ),
-            (
-                evaluation.protocol == "last" and plateau,
+                f"of {some(computed, 12)}"
+            )
+        if list(at) != sorted(set(at)):
+            raise ValueError(f"schedule.at must rise, got {shown(list(at))}")
+        if any(dim >= width for dim in dims) or len(set(dims)) < len(dims):
+            raise ValueError(
+                f"evaluation.eval_dims must differ and be below {width}, got {shown(list(dims))}"
+            )
+        if self.model.bits is not None and dims:
+            raise ValueError("evaluation.eval_dims and model.bits exclude each other")
+        if self.model.bits is not None and evaluation.similarity != "cosine":
+            raise ValueError("evaluation.similarity must be cosine with model.bits")
+        if evaluation.protocol == "last" and self.schedule.name == "plateau":
+            raise ValueError(
                 "schedule.name plateau needs a selection metric, which evaluation.protocol last "
-                "lacks; choose another schedule.name, such as step",
-            ),
-        ):
-            if wrong:
-                raise ValueError(message)
+                "lacks; choose another schedule.name, such as step"
+            )
         return self
 
     @classmethod
@@ -473,8 +466,7 @@ class Recipe(Section):
                     del keys[name]
             return cls.model_validate(values)
         except ValidationError as error:
-            in_file = not overrides and not isinstance(source, Mapping)
-            where = f"{source}: " if in_file else ""
+            where = "" if overrides or isinstance(source, Mapping) else f"{source}: "
             raise RecipeError(where + validation_message(error, cls)) from None
 
     def override(self, changes: Mapping[str, Any]) -> Recipe:

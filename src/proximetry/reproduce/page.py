@@ -234,7 +234,7 @@ def _differences(results: Results) -> dict[str, Any]:
     recipes = [Recipe.load(record.recipe) for record in results.runs]
     models = [recipe.model for recipe in recipes]
     ends = [(recipe.schedule, recipe.training.epochs) for recipe in recipes]
-    sides = [recipe.data.short_side for recipe in recipes]
+    sides = [(recipe.data.short_side, recipe.model.resize) for recipe in recipes]
 
     def options(key: str) -> list[tuple[Any, str]]:
         values = [getattr(model, key) for model in models]
@@ -244,12 +244,10 @@ def _differences(results: Results) -> dict[str, Any]:
     return {
         "drops": _values(at for how, end in ends for at in drop_epochs(how, end) if at < end),
         "precisions": sorted({r.training.precision for r in recipes} - {"float32"}),
-        "sides": [side or m.resize for side, m in zip(sides, models, strict=True)],
+        "sides": [side or resize for side, resize in sides],
         "scaled_sides": ["both sides" if m.squash else "short side" for m in models],
         "ratios": sorted({r.data.crop_ratio for r in recipes} - {DataConfig().crop_ratio}),
-        "scaled_up": any(
-            (side or math.inf) < (m.resize or 0) for side, m in zip(sides, models, strict=True)
-        ),
+        "scaled_up": any((side or math.inf) < (resize or 0) for side, resize in sides),
         "options": options,
         "reduced": dict.fromkeys((m.dim, m.pca_dim, m.whitening) for m in models if m.pca_dim),
     }

@@ -267,8 +267,7 @@ def outcome(table: Table, record: Record) -> str:
 def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[str, Any]]:
     """Evaluate the held-out classes for other sizes of their images, and with flip TTA."""
     embedder = Embedder.load(job.folder.embedder, device=job.device)
-    plain = replace(embedder.architecture, flip_tta=False, tta_crops=())
-    embedder.architecture = plain
+    embedder.architecture = replace(embedder.architecture, flip_tta=False, tta_crops=())
     held_out = catalog.subset(divide(catalog, job.run.recipe).rows["held_out"])
     preprocessing, views = embedder.preprocessing, {}
     for crop, side in table.views:
@@ -276,7 +275,7 @@ def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[
         embedder.preprocessing = replace(preprocessing, crop=(crop, crop), resize=resize)
         views[f"{crop} of {side}"] = evaluate_embedder(embedder, held_out)
     embedder.preprocessing = preprocessing
-    embedder.architecture = replace(plain, flip_tta=True)
+    embedder.architecture = replace(embedder.architecture, flip_tta=True)
     return {**views, "flip TTA": evaluate_embedder(embedder, held_out)}
 
 

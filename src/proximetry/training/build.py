@@ -181,8 +181,7 @@ def make_data(recipe: Recipe, context: RunContext) -> tuple[Embedder, TrainingDa
     recipe = fit_crop_size(recipe, embedder, display.message)
     check_network(recipe, embedder)
     if isinstance(source, TorchDatasets):
-        data = DatasetData(recipe, source, catalog, embedder, world, display=display)
-        return embedder, data
+        return embedder, DatasetData(recipe, source, catalog, embedder, world, display=display)
     if isinstance(catalog, VectorCatalog):
         if embedder.takes_images:
             raise UsageError(f"the embedder takes images, but {catalog.root} contains vectors")
@@ -210,8 +209,7 @@ def make_embedder(
             embedder = Embedder.create(**options)
         except NoFeatureMapError as error:
             embedder = Embedder.create(**options | {"pooling": "auto"})
-            pooling = embedder.architecture.pooling
-            report(f"pooling {pooling} instead of {m.pooling}: {error}")
+            report(f"pooling {embedder.architecture.pooling} instead of {m.pooling}: {error}")
     for note in notes:
         report(str(note.message))
     if m.weights == "auto" and embedder.takes_images:

@@ -73,6 +73,13 @@ class World:
         result: T = box[0]
         return result
 
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all processes, in the order of ranks."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
 
 def join_processes(device: str | None = None) -> World:
     """Join the processes that torchrun started, if it did."""
@@ -191,10 +198,7 @@ def device_facts(world: World) -> DeviceFacts:
         threads = torch.get_num_threads()
         name = f"the CPU ({threads} thread{'s' * (threads > 1)})"
         facts = DeviceFacts(name, processes=world.size)
-    if world.size == 1:
-        return facts
-    ranks: list[Any] = [facts] * world.size
-    dist.all_gather_object(ranks, facts)
+    ranks = world.gather(facts)
     return replace(
         facts,
         capability=min(rank.capability for rank in ranks),

@@ -44,8 +44,7 @@ class _Notes(Display):
     """Collects messages, each once, and forwards them to a display."""
 
     def __init__(self, display: Display) -> None:
-        self.display = display
-        self.lines: list[str] = []
+        self.display, self.lines = display, list[str]()
         self.progress = display.progress  # type: ignore[method-assign]
 
     def message(self, text: str) -> None:
@@ -102,8 +101,7 @@ def dry_run(
 def _estimate(run: Run, notes: _Notes, state: str, epochs: int) -> dict[str, Any]:
     """Return the expected costs of the epochs that are left."""
     embedder, data, images = run.updater.embedder, run.data, len(run.data.catalog)
-    recipe = fit_crop_size(run.recipe, embedder)
-    storage = data.storage
+    recipe, storage = fit_crop_size(run.recipe, embedder), data.storage
     if storage is None or recipe.data.cache == "none":
         storage = StorageFacts(0, 0, free_space(recipe), 0)
     check_space(recipe, storage.missing)
@@ -163,8 +161,7 @@ def _decode(run: Run, display: Display) -> _Decoded:
     rows = np.linspace(0, len(catalog) - 1, min(len(catalog), MAX_DECODED)).astype(int).tolist()
     display.message(f"checking {counted(len(rows), 'image')}…")
     size, how = cache_sizes(run.recipe, preprocessing)[0], preprocessing.interpolation
-    started = time.perf_counter()
-    errors: list[tuple[str, str]] = []
+    started, errors = time.perf_counter(), list[tuple[str, str]]()
     images = parallel_map(partial(decode, size=size, interpolation=how), map(catalog.file, rows))
     for number, (row, image) in enumerate(zip(rows, images, strict=True), 1):
         if isinstance(image, ImageError):

@@ -413,10 +413,7 @@ class Evaluator:
         bad = [self.data.catalog.file(row) for row in rows[~finite.cpu().numpy()]]
         if not any_rank(bool(bad), self.world):
             return
-        if self.world.size > 1:
-            every_rank: list[Any] = [None] * self.world.size
-            dist.all_gather_object(every_rank, bad)
-            bad = [*chain.from_iterable(every_rank)]
+        bad = [*chain.from_iterable(self.world.gather(bad))]
         raise RunError(
             f"the embeddings of {len(bad)} images are not finite ({some(bad, 2)}): "
             f"{why_not_finite(embedder)}"

@@ -235,9 +235,8 @@ def preserve_torch_state(world: World, out: str | Path) -> Iterator[None]:
 
     Turns too little memory and a lost rank into clear errors.
     """
-    cudnn = torch.backends.cudnn
+    cudnn, threads = torch.backends.cudnn, torch.get_num_threads()
     flags = cudnn.deterministic, cudnn.benchmark
-    threads = torch.get_num_threads()
     every_gpu = range(torch.cuda.device_count())  # a seed is set on all of them
     current = world.device if world.device.type == "cuda" else -1  # Triton launches on it
     try:

@@ -339,10 +339,9 @@ def describe_environment(seed: int, device: torch.device) -> dict[str, Any]:
     git = None
     describe = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     with suppress(OSError, subprocess.SubprocessError):
-        output = subprocess.check_output(
+        commit = subprocess.check_output(
             describe, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True, timeout=10
-        )
-        commit = output.strip()
+        ).strip()
         git = {"commit": commit.removesuffix("-dirty"), "changed": commit.endswith("-dirty")}
     return {
         "id": uuid4().hex,

@@ -40,11 +40,7 @@ class Objective(nn.Module):
     """
 
     def __init__(
-        self,
-        config: LossConfig,
-        class_names: Sequence[str],
-        dim: int,
-        own: nn.Module | None = None,
+        self, config: LossConfig, class_names: Sequence[str], dim: int, own: nn.Module | None = None
     ) -> None:
         super().__init__()
         self.loss: nn.Module

@@ -91,8 +91,7 @@ class TrainingData(ABC):
         self.rows, self.protocol, notes = divide(catalog, self._recipe)
         self.notes = [*catalog.remarks(), *skipped, *notes]
         train = catalog.subset(self.rows["train"])
-        self.class_names = list(train.class_names)
-        self._codes = train.codes
+        self.class_names, self._codes = list(train.class_names), train.codes
         self.sampler = make_sampler(self._recipe, train.codes, self.world)
 
     @abstractmethod

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from proximetry._util.errors import first_few, readable_size, some, spaced
@@ -141,16 +140,14 @@ class ImageData(TrainingData):
 
     def _build(self, catalog: Catalog, size: Size) -> PixelCache:
         recipe, d = self._recipe, self._recipe.data
-        count, started = spaced(len(catalog)), 0.0
+        count, started, message = spaced(len(catalog)), 0.0, self._display.message
 
         def starting() -> None:
             nonlocal started
             started = time.monotonic()
             _, needed = estimate(catalog, size, d.cache_dir, interpolation=self._filter)
             check_space(recipe, needed)
-            self._display.message(
-                f"decoding {count} images into the cache ({readable_size(needed)})…"
-            )
+            message(f"decoding {count} images into the cache ({readable_size(needed)})…")
 
         def build() -> PixelCache:
             return PixelCache.build(
@@ -161,25 +158,19 @@ class ImageData(TrainingData):
                 policy=d.bad_images,
                 progress=partial(self._display.progress, "decoding"),
                 starting=starting,
-                waiting=lambda: self._display.message(
-                    "waiting for another process that decodes the images…"
-                ),
+                waiting=lambda: message("waiting for another process that decodes the images…"),
             )
 
         if self.world.size > 1:
             self.world.first(lambda: len(build()))  # rank 0 decodes, the others open its cache
         cache = build()
         if started:
-            seconds = time.monotonic() - started
-            self._display.message(f"decoded {count} images in {seconds:.0f} s")
-        if self.world.size > 1:
-            # An image that one rank cannot read would give it other rows, and other batches.
-            bad: list[Any] = [None] * self.world.size
-            dist.all_gather_object(bad, set(cache.bad))
-            differing = sorted(set.union(*bad) - set.intersection(*bad))
-            if differing:
-                listed = some(f"{path}: {why}" for path, why in differing)
-                raise RunError(f"some processes can read images that others cannot: {listed}")
+            message(f"decoded {count} images in {time.monotonic() - started:.0f} s")
+        # An image that one rank cannot read would give it other rows, and other batches.
+        bad: list[set[Any]] = self.world.gather(set(cache.bad))
+        if differing := sorted(set.union(*bad) - set.intersection(*bad)):
+            listed = some(f"{path}: {why}" for path, why in differing)
+            raise RunError(f"some processes can read images that others cannot: {listed}")
         return cache
 
     def _exclude(self, bad: Bad) -> None:

@@ -54,9 +54,7 @@ class TorchDatasets:
 
     def catalog(self, display: Display) -> Catalog:
         """Return the catalog of all items, with labels listed by the datasets or read once."""
-        labels: list[Any] = []
-        paths: list[str] = []
-        splits: list[str] = []
+        labels, paths, splits = list[Any](), list[str](), list[str]()
         for split, dataset in self.parts.items():
             size = len(dataset)  # type: ignore[arg-type]
             labels += _labels(self.title(split), dataset, display)
@@ -256,9 +254,8 @@ class _BatchReader:
                     f"item {number} of {name} has the label {shown(label)}, but had {expected!r} "
                     "before. A dataset must return the same labels each time."
                 )
-            images.append(
-                image.numpy() if isinstance(image, Tensor) and not self.tensors else image
-            )
+            as_array = isinstance(image, Tensor) and not self.tensors
+            images.append(image.numpy() if as_array else image)
         return images
 
 

@@ -33,11 +33,9 @@ class VectorData(TrainingData):
 
     def open_cache(self, mode: str) -> None:
         """Bring them to the GPU of the run if they fit there with room to spare."""
-        device = self.world.device
-        if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0]
-            if self._vectors.nbytes <= PIXELS_SHARE * free:
-                self._vectors = self._vectors.to(device)
+        device, size = self.world.device, self._vectors.nbytes
+        if device.type == "cuda" and size <= PIXELS_SHARE * torch.cuda.mem_get_info(device)[0]:
+            self._vectors = self._vectors.to(device)
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield vectors and labels of this process's part of each batch."""
@@ -74,8 +72,7 @@ def _features(data: TrainingData, embedder: Embedder, batch_size: int, display: 
     In the batches and the precision of evaluation, so that the saved embedder has the same metrics
     to the last digit.
     """
-    world = data.world
-    total, done = sum(map(len, data.rows.values())), 0
+    world, total, done = data.world, sum(map(len, data.rows.values())), 0
     display.message(
         f"computing the features of {spaced(total)} images once (the backbone is frozen: no "
         "augmentation)"
