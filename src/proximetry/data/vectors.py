@@ -74,7 +74,6 @@ class VectorCatalog(Catalog):
             groups: anything coarser than a class.
             source: what to call them in errors.
         """
-        root = Path(source)
         array = np.asarray(vectors)
         if array.ndim != 2 or array.dtype.kind not in "fiu" or 0 in array.shape:
             raise UsageError(
@@ -82,8 +81,7 @@ class VectorCatalog(Catalog):
                 f"{list(array.shape)}"
             )
         array = np.require(array, np.float32, ["C", "W"])  # torch wants memory it could write to
-        bad = np.flatnonzero(~np.isfinite(array).all(1))
-        if len(bad):
+        if len(bad := np.flatnonzero(~np.isfinite(array).all(1))):
             raise UsageError(
                 f"{source}: {len(bad)} vectors have NaN or infinity, row {bad[0] + 1} first"
             )
@@ -96,21 +94,17 @@ class VectorCatalog(Catalog):
             if len(values) != len(array):
                 raise UsageError(f"{source}: {len(values)} {name} for {len(array)} vectors")
         names = label_names(columns["labels"])
-        missing = [str(row + 1) for row, label in enumerate(names) if label in MISSING]
-        if missing:
+        if missing := [str(row + 1) for row, label in enumerate(names) if label in MISSING]:
             raise UsageError(f"{source}: no label in row {some(missing)}. Fill it in.")
-        files = tuple(str(path) for path in columns.get("paths", ()))
-        # The same image may have been embedded twice, or rows may have no name.
-        if len(set(files)) == len(array):
-            root = root.parent
-        else:
-            files = tuple(f"row {row + 1}" for row in range(len(array)))
+        root, files = Path(source).parent, tuple(map(str, columns.get("paths", ())))
+        if len(set(files)) < len(array):  # an image may be embedded twice, rows may have no name
+            root, files = Path(source), tuple(f"row {row + 1}" for row in range(len(array)))
         roles: dict[str, Any] = {
             name: tuple(map(read, columns[name]))
             for name, read in (("queries", _flag), ("galleries", _flag), ("groups", str))
             if name in columns
         }
-        parts = tuple(str(split) for split in columns.get("splits", ["all"] * len(array)))
+        parts = tuple(map(str, columns.get("splits", ["all"] * len(array))))
         try:
             return cls(files, names, parts, root, vectors=array, **roles)
         except ValueError as error:

@@ -149,10 +149,8 @@ class Detector:
         """Detect faces in images that are scaled down to fit, and then divided by `shrink`."""
         fitted = [_scale_down(image, self._scale(image) / shrink) for image in images]
         step = STRIDES[-1]
-        sizes = [
-            self._size or tuple(-(-side // step) * step for side in small.shape[:2])
-            for small in fitted
-        ]
+        whole = [tuple(-(-side // step) * step for side in small.shape[:2]) for small in fitted]
+        sizes = [self._size or size for size in whole]
         results: list[Floats] = []
         # Consecutive images of one size share a batch.
         for size, group in itertools.groupby(range(len(images)), key=sizes.__getitem__):
