@@ -176,8 +176,7 @@ class Detector:
     def _scale(self, image: Pixels) -> float:
         """Return the factor by which an image is scaled down to fit."""
         height, width = self._size or (LARGEST, LARGEST)
-        scale: float = min(1.0, height / image.shape[0], width / image.shape[1])
-        return scale
+        return float(min(1.0, height / image.shape[0], width / image.shape[1]))
 
 
 def decode(outputs: Sequence[Sequence[Floats]], width: int) -> Floats:

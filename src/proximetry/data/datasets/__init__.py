@@ -185,8 +185,7 @@ def open_dataset(
         options = {"columns": columns, "allow_missing": allow_missing, "progress": progress}
     elif columns:
         raise UsageError(f"data.columns is for tables, not for the dataset {name}. Remove it.")
-    read = resolve_name(info.reader)
-    catalog: Catalog = read(None if root is None else Path(root), **options)
+    catalog: Catalog = resolve_name(info.reader)(None if root is None else Path(root), **options)
     if name in TABLES and not len(catalog):
         raise UsageError(f"no rows in the table: {root}. Add one row per image.")
     notes = [*catalog.notes]
