@@ -3,44 +3,33 @@
 Names are imported when they are first used: a catalog needs neither torch nor Pillow.
 """
 
+# ruff: noqa: F403
 from typing import TYPE_CHECKING
 
 from proximetry._util.errors import lazy_exports
 
 if TYPE_CHECKING:
-    from proximetry.data.augment import CenterCrop, ColorJitter, RandomResizedCrop
-    from proximetry.data.cache import PixelCache
-    from proximetry.data.catalog import Catalog
-    from proximetry.data.datasets import (
-        DatasetInfo,
-        list_datasets,
-        open_dataset,
-        resolve_source,
-    )
-    from proximetry.data.datasets.glyphs import glyphs
-    from proximetry.data.images import ImageError, open_image, resize_and_center_crop
-    from proximetry.data.samplers import ClassBalanced, Shuffled, Streamed
-    from proximetry.data.vectors import VectorCatalog
+    from proximetry.data.augment import *
+    from proximetry.data.cache import *
+    from proximetry.data.catalog import *
+    from proximetry.data.datasets import *
+    from proximetry.data.datasets.glyphs import *
+    from proximetry.data.images import *
+    from proximetry.data.samplers import *
+    from proximetry.data.vectors import *
 
-__all__ = [
-    "Catalog",
-    "CenterCrop",
-    "ClassBalanced",
-    "ColorJitter",
-    "DatasetInfo",
-    "ImageError",
-    "PixelCache",
-    "RandomResizedCrop",
-    "Shuffled",
-    "Streamed",
-    "VectorCatalog",
-    "glyphs",
-    "list_datasets",
-    "open_dataset",
-    "open_image",
-    "resize_and_center_crop",
-    "resolve_source",
-]
+_EXPORTS = {
+    "augment": "CenterCrop ColorJitter RandomResizedCrop",
+    "cache": "PixelCache",
+    "catalog": "Catalog",
+    "datasets": "DatasetInfo list_datasets open_dataset resolve_source",
+    "datasets.glyphs": "glyphs",
+    "images": "ImageError open_image resize_and_center_crop",
+    "samplers": "ClassBalanced Shuffled Streamed",
+    "vectors": "VectorCatalog",
+}
+
+__all__ = [name for names in _EXPORTS.values() for name in names.split()]
 
 # Column of a table → field of Catalog.
 FIELDS = {
@@ -53,16 +42,5 @@ FIELDS = {
 }
 
 __getattr__ = lazy_exports(
-    __name__,
-    {
-        "augment": ("CenterCrop", "ColorJitter", "RandomResizedCrop"),
-        "catalog": ("Catalog",),
-        "datasets": ("DatasetInfo", "list_datasets", "open_dataset", "resolve_source"),
-        "datasets.glyphs": ("glyphs",),
-        "images": ("ImageError", "open_image", "resize_and_center_crop"),
-        "cache": ("PixelCache",),
-        "samplers": ("ClassBalanced", "Shuffled", "Streamed"),
-        "vectors": ("VectorCatalog",),
-    },
-    extra="images",
+    __name__, {module: names.split() for module, names in _EXPORTS.items()}, extra="images"
 )

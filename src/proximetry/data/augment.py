@@ -75,20 +75,19 @@ class RandomResizedCrop:
     def windows(self, pixels: Pixels, rows: Rows, uniforms: Tensor) -> Windows:
         """Return the window of each image that follows from what was drawn for it."""
         heights, widths = image_sizes(pixels, rows)
-        u = uniforms
-        height, width, fits = self._shapes(heights, widths, u[:, : 2 * _TRIES])
+        height, width, fits = self._shapes(heights, widths, uniforms[:, : 2 * _TRIES])
         central_height, central_width = self._central(heights, widths)
         height = torch.where(fits, height, central_height)
         width = torch.where(fits, width, central_width)
         room_down, room_right = heights - height, widths - width
-        down = (u[:, -3] * (room_down + 1)).long()
-        right = (u[:, -2] * (room_right + 1)).long()
+        down = (uniforms[:, -3] * (room_down + 1)).long()
+        right = (uniforms[:, -2] * (room_right + 1)).long()
         return Windows(
             top=torch.where(fits, down, room_down // 2),
             left=torch.where(fits, right, room_right // 2),
             height=height,
             width=width,
-            flip=(u[:, -1] < 0.5) & self.flip,
+            flip=(uniforms[:, -1] < 0.5) & self.flip,
         )
 
     def _shapes(self, heights: Tensor, widths: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:

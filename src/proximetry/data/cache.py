@@ -249,9 +249,9 @@ def _open_or_build(
     header = _read_header(folder, catalog)
     if header is None:
         home.mkdir(parents=True, exist_ok=True)
-        lock = home / f"{folder.name}.lock"
         with ExitStack() as stack:
-            stack.callback(take_lock(lock, 30 * 24 * _HOUR, lambda _: waiting()).release)
+            lock = take_lock(home / f"{folder.name}.lock", 30 * 24 * _HOUR, lambda _: waiting())
+            stack.callback(lock.release)
             header = _read_header(folder, catalog)  # another process may have built it
             if header is None:
                 starting()

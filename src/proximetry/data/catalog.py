@@ -43,7 +43,6 @@ from proximetry.data.tables import (
 SPLITS = ("all", "train", "val", "test")
 
 AnyPath: TypeAlias = "str | os.PathLike[str]"
-Rows: TypeAlias = "Sequence[int] | npt.NDArray[np.int64]"
 _RECURRING = ("labels", "splits", "groups")
 _FLAGS = ("query", "gallery")
 # File names that are not UTF-8 have surrogates from U+DC80 to U+DCFF (surrogateescape).
@@ -86,8 +85,7 @@ class Catalog:
 
     def __post_init__(self) -> None:
         for name in FIELDS.values():
-            values = getattr(self, name)
-            if values is not None:
+            if (values := getattr(self, name)) is not None:
                 object.__setattr__(self, name, pack(values, recurring=name in _RECURRING))
         object.__setattr__(self, "root", Path(self.root))
         object.__setattr__(self, "notes", tuple(self.notes))
@@ -158,16 +156,14 @@ class Catalog:
         keep = np.ones(len(self), bool)
         if labels is not None:
             names = {labels} if isinstance(labels, str) else set(labels)
-            unknown = sorted(names - set(self.class_names))
-            if unknown:
+            if unknown := sorted(names - set(self.class_names)):
                 raise ValueError(f"no such class: {some([repr(u) for u in unknown])}")
             keep &= cast(Column, self.labels).isin(names)
         wanted = {"split": split, "group": group, "query": query, "gallery": gallery}
         for name, value in wanted.items():
-            column = getattr(self, FIELDS[name])
-            if value is not None and column is None:
-                raise ValueError(f"this catalog has no {name} column to filter by")
             if value is not None:
+                if (column := getattr(self, FIELDS[name])) is None:
+                    raise ValueError(f"this catalog has no {name} column to filter by")
                 keep &= np.asarray(column) == value
         return self.subset(keep)
 
@@ -205,8 +201,7 @@ class Catalog:
         """Describe the classes that splits have in common."""
         images, notes = self._images_of_splits, []
         for a, b in combinations(images, 2):
-            shared = self._named((images[a] > 0) & (images[b] > 0))
-            if shared:
+            if shared := self._named((images[a] > 0) & (images[b] > 0)):
                 count = f"{len(shared)} class{'es' if len(shared) > 1 else ''}"
                 notes.append(
                     f"{a} and {b} share {count}, so {b} does not measure unseen classes only: "
@@ -251,8 +246,7 @@ class Catalog:
             lines.append(f"{sum(self.queries)} queries, {sum(self.galleries)} gallery images")
         if self.groups is not None:
             lines.append(f"{len(cast(Column, self.groups).distinct)} groups")
-        notes = (*self.notes, *self.shared_classes())
-        lines += [f"note: {note}" for note in dict.fromkeys(notes)]
+        lines += [f"note: {note}" for note in dict.fromkeys((*self.notes, *self.shared_classes()))]
         return "\n".join([self.layout, *lines] if self.layout else lines)
 
     @classmethod

@@ -34,9 +34,7 @@ EXTENSIONS = frozenset(
 _UNREAD = (".heic", ".heif", ".jxl", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf")
 _SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 # Folders that archives, disks and file servers add.
-_STRAY = frozenset(
-    ("__MACOSX", "lost+found", "@eaDir", "$RECYCLE.BIN", "System Volume Information")
-)
+_STRAY = {"__MACOSX", "lost+found", "@eaDir", "$RECYCLE.BIN", "System Volume Information"}
 
 Names = tuple[str, ...]
 

@@ -67,9 +67,7 @@ class ImageError(ValueError):
 
     def __init__(self, name: str, reason: str, passing: bool = False) -> None:
         super().__init__(name, reason)
-        self.name = name
-        self.reason = reason
-        self.passing = passing
+        self.name, self.reason, self.passing = name, reason, passing
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
@@ -156,8 +154,7 @@ def open_bytes(path: str) -> Stream:
         name, member = split_shard_path(path)
         if not member:
             return open_file(name)
-        members = shard_members(name)
-        if member not in members:
+        if member not in (members := shard_members(name)):
             raise ValueError(f"{name} has no member {member!r}")
         start, size = members[member]
         with open_file(name) as file:
@@ -338,9 +335,7 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
         lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
         return ImageCms.buildTransform(lab, srgb, "LAB", "RGB").apply(image)
     if image.has_transparency_data or image.mode in ("La", "RGBa"):
-        if image.mode == "La":
-            image = image.convert("LA")
-        image = image.convert("RGBA")
+        image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
     # convert() to the mode an image already has copies it, so the result never shares a file.

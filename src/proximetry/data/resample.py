@@ -68,8 +68,7 @@ def resample(
     _check(pixels, chosen, windows)
     device = pixels.flat.device
     steps = torch.maximum(windows.height * size[0], windows.width * size[1])
-    countable = bool((steps < _LARGEST).all())
-    kernel = _kernel() if device.type == "cuda" and countable else None
+    kernel = _kernel() if device.type == "cuda" and (steps < _LARGEST).all() else None
     if kernel is None:
         return _resample_each(pixels, chosen, windows, size, interpolation).to(device)
     table = window_table(pixels, chosen, windows).pin_memory()
@@ -83,8 +82,8 @@ def image_sizes(pixels: Pixels, rows: Rows) -> tuple[Tensor, Tensor]:
     if chosen.ndim != 1:
         raise ValueError(f"rows must be a list of image numbers, got shape {chosen.shape}")
     if not ((chosen >= 0) & (chosen < len(pixels))).all():
-        last = len(pixels) - 1
-        raise ValueError(f"rows run from 0 to {last}, got {chosen.min()} … {chosen.max()}")
+        got = f"{chosen.min()} … {chosen.max()}"
+        raise ValueError(f"rows run from 0 to {len(pixels) - 1}, got {got}")
     return torch.from_numpy(pixels.heights[chosen]), torch.from_numpy(pixels.widths[chosen])
 
 
@@ -137,8 +136,7 @@ def _resample_each(
     """Scale one window after the other on the CPU with torch's resize of bytes."""
     # As in the cache, a pixel's three bytes are together, which convolutions on a CPU prefer.
     batch = torch.empty((len(rows), 3, *size), dtype=torch.uint8, memory_format=torch.channels_last)
-    numbers = windows.table().tolist()
-    for k, (row, window) in enumerate(zip(rows.tolist(), numbers, strict=True)):
+    for k, (row, window) in enumerate(zip(rows.tolist(), windows.table().tolist(), strict=True)):
         top, left, height, width, flip = window
         image = pixels.tensor(row)[top : top + height, left : left + width].cpu().permute(2, 0, 1)
         if (height, width) != size:

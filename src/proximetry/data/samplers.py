@@ -61,8 +61,7 @@ class Shuffled(_BatchSampler):
                 f"{n} images do not fill one batch of {batch_size}; "
                 "use a smaller batch or drop_last=False"
             )
-        batches = n // batch_size if drop_last else -(-n // batch_size)
-        super().__init__(batch_size, batches, seed)
+        super().__init__(batch_size, n // batch_size if drop_last else -(-n // batch_size), seed)
         self.n = n
         self._order: tuple[int, Indices] | None = None
 
@@ -239,8 +238,7 @@ class _Deck:
 
     def _shuffled(self, shuffle: int) -> Indices:
         order = np.random.default_rng([*self._seed, shuffle]).permutation(self._items)
-        started = self._started(shuffle)
-        if started:
+        if started := self._started(shuffle):
             # As many others as the started turn needs come first; the rest stays as shuffled.
             seen = np.isin(order, self._orders[shuffle - 1][-started:])
             others = np.flatnonzero(~seen)[: self._count - started]

@@ -112,8 +112,7 @@ class Column(Sequence[Any]):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         if pa.types.is_dictionary(self.array.type):
-            names = np.array(self.distinct, dtype or (None if self.distinct else "U1"))
-            return names[self.codes]
+            return np.array(self.distinct, dtype or (None if self.distinct else "U1"))[self.codes]
         if self.array.type == TEXT or self.array.null_count:
             return np.array(list(self), dtype)
         values: npt.NDArray[Any] = self.array.to_numpy(zero_copy_only=False)
@@ -184,8 +183,7 @@ def read_csv(file: Path, columns: Mapping[str, str] | None = None) -> dict[str, 
         text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
         try:
             lines = filter(None, csv.reader(text, strict=True))
-            names = next(lines, None)
-            if names is None:
+            if (names := next(lines, None)) is None:
                 raise ValueError(f"{file}: empty, expected a header line such as path,label,split")
             if names[0].startswith(_UTF16_MARKS):
                 raise ValueError(f"{file}: encoded as UTF-16. Save it as CSV in UTF-8.")
@@ -337,13 +335,10 @@ def _match_columns(
             raise ValueError(f"{file}: duplicate column {name!r}")
     fields = {mapping.get(field, field): field for field in FIELDS}
     ours = {name: fields[name] for name in names if name in fields}
-    needed = [field for field in ("path", "label") if field not in ours.values()]
-    if needed:
+    if needed := [field for field in ("path", "label") if field not in ours.values()]:
         for name in names:
             if any(mark in name for mark in ";\t|"):
-                raise ValueError(
-                    f"{file}: column {name!r}: the columns must be separated by commas"
-                )
+                raise ValueError(f"{file}: column {name!r}: columns must be separated by commas")
         raise ValueError(
             f"{file}: missing columns: {', '.join(map(repr, needed))}; it has "
             f"{', '.join(names)}. Set --data.columns "

@@ -94,12 +94,8 @@ def align_folder(
     model = Detector(file)
     log(f"detector: {file.name}{package and f' of {package}'}")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-    settings = {
-        "folder": str(source.resolve()),
-        "size": size,
-        "keep": keep,
-        "detector": f"{file.name} ({digest})",
-    }
+    settings = {"folder": str(source.resolve()), "size": size, "keep": keep}
+    settings["detector"] = f"{file.name} ({digest})"
     align = partial(_align_images, source, home, model, size, keep, ambiguous(paths, keep))
     workers = min(cores(), MAX_WORKERS) + 1  # one more, while others wait for the disk
     with _open_journal(home, settings) as journal, ThreadPoolExecutor(workers) as pool:
@@ -298,8 +294,7 @@ def _finished_images(
             finished.add(path)
         else:
             stale[path] = outputs
-    missing = sorted((finished | stale.keys()).difference(paths))
-    if missing:
+    if missing := sorted((finished | stale.keys()).difference(paths)):
         raise UsageError(
             f"{home} has the faces of {len(missing)} images that are no longer in {folder}: "
             f"{some(missing, 3)}. Restore them, or choose another output folder."

@@ -149,10 +149,8 @@ class Detector:
         """Detect faces in images that are scaled down to fit, and then divided by `shrink`."""
         fitted = [_scale_down(image, self._scale(image) / shrink) for image in images]
         step = STRIDES[-1]
-        sizes = [
-            self._size or tuple(-(-side // step) * step for side in small.shape[:2])
-            for small in fitted
-        ]
+        whole = [tuple(-(-side // step) * step for side in small.shape[:2]) for small in fitted]
+        sizes = [self._size or size for size in whole]
         results: list[Floats] = []
         # Consecutive images of one size share a batch.
         for size, group in itertools.groupby(range(len(images)), key=sizes.__getitem__):
@@ -178,8 +176,7 @@ class Detector:
     def _scale(self, image: Pixels) -> float:
         """Return the factor by which an image is scaled down to fit."""
         height, width = self._size or (LARGEST, LARGEST)
-        scale: float = min(1.0, height / image.shape[0], width / image.shape[1])
-        return scale
+        return float(min(1.0, height / image.shape[0], width / image.shape[1]))
 
 
 def decode(outputs: Sequence[Sequence[Floats]], width: int) -> Floats:

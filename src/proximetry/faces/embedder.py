@@ -136,9 +136,8 @@ def _open_onnx(path: Path, contract: str | None, device: torch.device) -> FaceEm
     def run(pixels: Array) -> Array:
         return np.asarray(session.run([output], {name: pixels.astype(_TYPES[kind])})[0])
 
-    batch, dim = _probe(
-        path, run, preprocessing.crop, shape[0] if isinstance(shape[0], int) else None
-    )
+    fixed = shape[0] if isinstance(shape[0], int) else None
+    batch, dim = _probe(path, run, preprocessing.crop, fixed)
 
     def embed(pixels: Tensor) -> Tensor:
         values = preprocessing.normalize(pixels).numpy(force=True)
@@ -167,9 +166,8 @@ def _read_contract(path: Path, contract: str | None) -> tuple[_Contract, str]:
     except ValidationError as error:
         first = error.errors()[0]
         key = "".join(map(str, first["loc"][:1]))
-        reason = (
-            f"{key} {first['msg'].replace('Input should', 'must')}, got {shown(first['input'])}"
-        )
+        message = first["msg"].replace("Input should", "must")
+        reason = f"{key} {message}, got {shown(first['input'])}"
         if first["type"] == "extra_forbidden":
             reason = f"unknown key {key!r}{closest(key, _Contract.model_fields)}"
         raise UsageError(f"{place}: {reason.strip()}") from error

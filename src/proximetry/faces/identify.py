@@ -84,13 +84,9 @@ def read_people(
             f"{probes}: all people have several images, so there are no distractors. Pass "
             "--distractors."
         )
-    return ProbeSet(
-        tuple(catalog.file(row) for row in rows),
-        tuple(catalog.labels[row] for row in rows),
-        others,
-        source,
-        tuple(notes),
-    )
+    files = tuple(catalog.file(row) for row in rows)
+    labels = tuple(catalog.labels[row] for row in rows)
+    return ProbeSet(files, labels, others, source, tuple(notes))
 
 
 def _read_distractors(path: Path, probes: Path) -> "Sequence[str] | Vectors":

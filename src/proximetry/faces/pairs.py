@@ -239,8 +239,7 @@ def _find_images(
             stem = path.stem if path.suffix.lower() in EXTENSIONS else path.name
             files = stems(folder).get(stem, [])
             if len(files) > 1:
-                problem = f"{name} is ambiguous: {' and '.join(files)}"
-                files = []
+                files, problem = [], f"{name} is ambiguous: {' and '.join(files)}"
         if files:
             templates[name] = tuple(str(folder / file) for file in files)
         else:

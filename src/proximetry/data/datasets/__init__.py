@@ -34,7 +34,7 @@ TABLES = ("csv", "parquet")  # whose columns may have other names
 _PARTS = ("train", "test", "query", "gallery")
 
 
-class Size(NamedTuple):
+class PartSize(NamedTuple):
     """Published numbers of images and classes of a part of a dataset."""
 
     images: int
@@ -68,10 +68,10 @@ class DatasetInfo:
     files: Sequence[Sequence[str]] = ()
     folders: Sequence[str] = ()
     built_in: bool = False
-    train: Size | None = None
-    test: Size | None = None
-    query: Size | None = None
-    gallery: Size | None = None
+    train: PartSize | None = None
+    test: PartSize | None = None
+    query: PartSize | None = None
+    gallery: PartSize | None = None
 
     def __str__(self) -> str:
         text = f"{self.title}: {self.about}" if self.about else self.title
@@ -93,7 +93,7 @@ class DatasetInfo:
 def _read_infos() -> Iterator[DatasetInfo]:
     text = Path(__file__).with_name("datasets.toml").read_text(encoding="utf-8")
     for name, entries in tomllib.loads(text).items():
-        sizes = {part: Size(*entries[part]) for part in _PARTS if part in entries}
+        sizes = {part: PartSize(*entries[part]) for part in _PARTS if part in entries}
         yield DatasetInfo(name, **(entries | sizes))
 
 
@@ -185,18 +185,17 @@ def open_dataset(
         options = {"columns": columns, "allow_missing": allow_missing, "progress": progress}
     elif columns:
         raise UsageError(f"data.columns is for tables, not for the dataset {name}. Remove it.")
-    read = resolve_name(info.reader)
-    catalog: Catalog = read(None if root is None else Path(root), **options)
+    catalog: Catalog = resolve_name(info.reader)(None if root is None else Path(root), **options)
     if name in TABLES and not len(catalog):
         raise UsageError(f"no rows in the table: {root}. Add one row per image.")
     notes = [*catalog.notes]
     for part in _PARTS:
-        published: Size | None = getattr(info, part)
+        published: PartSize | None = getattr(info, part)
         if published:
             # Queries and gallery are columns of flags, the others are splits.
             role: dict[str, Any] = {part: True} if part in _PARTS[2:] else {"split": part}
             rows = catalog.filter(**role)
-            size = Size(len(rows), len(rows.class_names))
+            size = PartSize(len(rows), len(rows.class_names))
             if size != published:
                 notes.append(
                     f"{info.title} {part}: {size.images} of {published.images} images, "
@@ -217,7 +216,7 @@ def datasets_table() -> str:
                 for size in (info.train, info.test)
             )
             if info.query and info.gallery:
-                test += f" ({spaced(info.query.images)} queries, "
-                test += f"{spaced(info.gallery.images)} in the gallery)"
+                queries, gallery = spaced(info.query.images), spaced(info.gallery.images)
+                test += f" ({queries} queries, {gallery} in the gallery)"
             rows.append(f"| `{info.name}` | {info.title} | {train} | {test} |")
     return "\n".join(rows)

@@ -133,8 +133,7 @@ def _draw_all(file: Path, side: int, seed: int) -> None:
                 if character in face_characters(face):
                     random = np.random.default_rng([seed, ord(character), number])
                     buffer = io.BytesIO()
-                    image = _draw(character, face, side, random)
-                    image.save(buffer, "PNG", compress_level=4)
+                    _draw(character, face, side, random).save(buffer, "PNG", compress_level=4)
                     info = tarfile.TarInfo(f"U+{ord(character):04X}/{face}.png")
                     info.size = buffer.tell()
                     buffer.seek(0)
@@ -149,8 +148,8 @@ def _draw(character: str, face: str, side: int, random: np.random.Generator) -> 
     ink = _ink(character, face, round(size), angle)
     room = side - 2
     if max(ink.size) > room:
-        smaller = math.floor(round(size) * room / max(ink.size))
-        ink = _ink(character, face, smaller, angle)
+        size = math.floor(round(size) * room / max(ink.size))
+        ink = _ink(character, face, size, angle)
     ink.thumbnail((room, room))
     left = min(max(round((side - ink.width) / 2 + right), 0), side - ink.width)
     top = min(max(round((side - ink.height) / 2 + down), 0), side - ink.height)

@@ -36,8 +36,7 @@ def cub(root: Path) -> Catalog:
         return _split_birds(_merged(_CUB, root, expected))
     names = dict(fields_of(home / "images.txt", 2))
     numbers = {image: int(label) for image, label in fields_of(home / "image_class_labels.txt", 2)}
-    unlabeled = [image for image in names if image not in numbers]
-    if unlabeled:
+    if unlabeled := [image for image in names if image not in numbers]:
         raise ValueError(f"{home / 'image_class_labels.txt'} lacks images {some(unlabeled)}")
     catalog = Catalog(
         paths=tuple(f"images/{name}" for name in names.values()),
@@ -160,9 +159,8 @@ def flowers(root: Path) -> Catalog:
 def _merged(info: DatasetInfo, home: Path, expected: str) -> Catalog:
     """Return all images of class folders or shards, without their splits."""
     tars = sorted(home.glob("*.tar"))
-    inner = home / "images"
+    folder = home / "images" if (home / "images").is_dir() else home
     try:
-        folder = inner if inner.is_dir() else home
         catalog = Catalog.from_shards(tars) if tars else Catalog.from_folder(folder)
     except ValueError:
         if tars:
