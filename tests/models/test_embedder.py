@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import proximetry.models
-from proximetry.models import Embedder, GeM, freeze_batchnorm, set_batchnorm_momentum
+from proximetry.models import Embedder, GeM, freeze_batchnorm
 from proximetry.models.pca import with_pca
 
 
@@ -178,16 +178,10 @@ def test_frozen_batchnorm_keeps_statistics_in_train_mode(name):
     assert torch.equal(embedder.train()(pixels), embedder.eval()(pixels))
 
 
-def test_freeze_batchnorm_affine_and_momentum():
+def test_freeze_batchnorm_affine():
     embedder = freeze_batchnorm(small(), affine=True)
     assert not any(value.requires_grad for part in norms(embedder) for value in part.parameters())
     assert embedder.head.weight.requires_grad
-    model = set_batchnorm_momentum(nn.Sequential(nn.BatchNorm2d(2)), 0.9).train()
-    batch = torch.randn(5, 2, 3, 3) + 4
-    model(batch)
-    torch.testing.assert_close(model[0].running_mean, 0.9 * batch.mean((0, 2, 3)))
-    with pytest.raises(ValueError, match=r"1\.5"):
-        set_batchnorm_momentum(model, 1.5)
 
 
 def test_binary_codes_of_embedder_with_bits(tmp_path):

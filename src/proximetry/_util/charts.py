@@ -165,6 +165,5 @@ def _ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[
     step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power >= rough * 0.999)
     if whole:
         step = max(1.0, float(math.ceil(step)))
-    first = math.floor(low / step + 1e-9)
-    last = math.ceil(high / step - 1e-9)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [number * step for number in range(first, last + 1)]

@@ -240,8 +240,7 @@ def check_labels(
         raise ValueError(f"embeddings have {shape[1]} dimensions, the loss was made for {dim}")
     if not embeddings.is_floating_point():
         raise ValueError(f"embeddings must be floating point, got {embeddings.dtype}")
-    if not isinstance(labels, Tensor):
-        labels = labels_like(embeddings, labels)
+    labels = labels_like(embeddings, labels)
     if labels.dtype not in _INTEGERS:
         raise ValueError(f"labels must be integers (class indices), got {labels.dtype}")
     if labels.shape != embeddings.shape[:1]:

@@ -94,8 +94,7 @@ gathered = Gathered
 
 def gather_with_gradient(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Concatenate [n, …] tensors of all ranks as `gather_rows` does; differentiable."""
-    whole: Tensor = _Gather.apply(rows, group)  # type: ignore[no-untyped-call]
-    return whole
+    return _Gather.apply(rows, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):

@@ -32,7 +32,6 @@ _MEMORY = setting(
     optional(count), "number of past embeddings in a cross-batch memory (Wang et al. 2020)", None
 )
 
-
 #: When to use them.
 USE = "As baselines, and where classes are open-ended; batches hold several images per class."
 

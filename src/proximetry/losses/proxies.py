@@ -250,15 +250,14 @@ def parameter_groups(
     every = [p for parameters in members.values() for p in parameters]
     if len(set(every)) < len(every):
         raise ValueError("duplicate parameter; pass the model and every loss once")
-    groups = [
-        {"name": name, "params": parameters, "lr": rates.get(name, lr)}
+    options = {}
+    if weight_decay is not None:
+        options["weight_decay"] = non_negative("weight_decay", weight_decay)
+    return [
+        {"name": name, "params": parameters, "lr": rates.get(name, lr), **options}
         for name, parameters in members.items()
         if parameters
     ]
-    if weight_decay is not None:
-        for group in groups:
-            group["weight_decay"] = non_negative("weight_decay", weight_decay)
-    return groups
 
 
 def _directions(

@@ -110,8 +110,7 @@ def _overlap_terms(a: int, b: IntArray, total: int) -> FloatArray:
         gains = np.where(n > 0, n / total * np.log(float(total) * n / (a * b)), 0.0)
     logs = np.where(inside, logs, -np.inf)
     weights = np.exp(logs - logs.max(1, keepdims=True))
-    mean: FloatArray = (weights * gains).sum(1) / weights.sum(1)
-    return mean
+    return (weights * gains).sum(1) / weights.sum(1)  # type: ignore[no-any-return]
 
 
 def nmi(labels_true: Labels, labels_pred: Labels, average: Average = "arithmetic") -> float:

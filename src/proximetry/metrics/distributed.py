@@ -26,21 +26,6 @@ def gather_sets(
     if group is None:
         return check(), slice(None)
     sets = together(check, group)
-    _check_agreement(sets, group)
-    joined = []
-    for name, items in zip(("embeddings", "queries"), sets, strict=False):
-        labels, groups = zip(*gather_objects((items.labels, items.groups), group), strict=True)
-        counts = [len(part) for part in labels]
-        if not any(counts):
-            raise ValueError(f"{name} is empty on every process")
-        ignored = None if items.groups is None else join_labels(groups)
-        joined.append(replace(items, labels=join_labels(labels), groups=ignored))
-    joined[0] = replace(joined[0], vectors=gather_rows(sets[0].vectors, group)[0])
-    rank = dist.get_rank(group)
-    return joined, slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-
-
-def _check_agreement(sets: list[Items], group: dist.ProcessGroup) -> None:
     vectors = sets[0].vectors
     shapes = gather_objects(
         f"{vectors.shape[1]} dimensions, {vectors.dtype}, "
@@ -51,6 +36,17 @@ def _check_agreement(sets: list[Items], group: dist.ProcessGroup) -> None:
     if len(set(shapes)) > 1:
         listed = "; ".join(f"process {rank}: {shape}" for rank, shape in enumerate(shapes))
         raise ValueError(f"the processes disagree about their embeddings ({listed})")
+    joined = []
+    for name, items in zip(("embeddings", "queries"), sets, strict=False):
+        labels, groups = zip(*gather_objects((items.labels, items.groups), group), strict=True)
+        counts = [len(part) for part in labels]
+        if not any(counts):
+            raise ValueError(f"{name} is empty on every process")
+        ignored = None if items.groups is None else join_labels(groups)
+        joined.append(replace(items, labels=join_labels(labels), groups=ignored))
+    joined[0] = replace(joined[0], vectors=gather_rows(vectors, group)[0])
+    rank = dist.get_rank(group)
+    return joined, slice(sum(counts[:rank]), sum(counts[: rank + 1]))
 
 
 def together(task: Callable[[], T], group: dist.ProcessGroup | None) -> T:

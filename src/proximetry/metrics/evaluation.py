@@ -108,10 +108,7 @@ class Evaluation(Mapping[str, float]):
         codes = self.query_codes[self.scored]
         counts = np.bincount(codes, minlength=len(self.classes))
         present = counts > 0
-        table: dict[str, npt.NDArray[Any]] = {
-            "label": self.classes[present],
-            "queries": counts[present],
-        }
+        table = {"label": self.classes[present], "queries": counts[present]}
         for name, values in self.scores.items():
             sums = np.bincount(codes, weights=values[self.scored], minlength=len(counts))
             table[name] = sums[present] / counts[present]

@@ -194,10 +194,7 @@ def verify_classes(
 
 
 def pair_similarities(
-    embeddings: Embeddings,
-    pairs: Tensor | npt.ArrayLike,
-    *,
-    similarity: FloatSimilarity = "cosine",
+    embeddings: Embeddings, pairs: Tensor | npt.ArrayLike, *, similarity: FloatSimilarity = "cosine"
 ) -> Tensor:
     """Similarity of each pair of rows, larger is nearer, on the device of the embeddings.
 
@@ -252,9 +249,7 @@ class Templates:
 
 
 def templates(
-    embeddings: Embeddings,
-    template_ids: Labels,
-    weights: Tensor | npt.ArrayLike | None = None,
+    embeddings: Embeddings, template_ids: Labels, weights: Tensor | npt.ArrayLike | None = None
 ) -> Templates:
     """Pool the frames of each video (or the photos of each person) into one unit vector.
 
@@ -263,8 +258,7 @@ def templates(
     """
     vectors = as_embeddings(embeddings)
     (codes,), ids = encode(as_labels(template_ids, len(vectors), "template_ids"))
-    values = np.ones(len(codes)) if weights is None else as_array(weights, "weights")
-    values = values.astype(np.float64)
+    values = np.ones(len(codes)) if weights is None else as_array(weights, "weights").astype(float)
     if values.shape != codes.shape:
         raise ValueError(f"weights has shape {values.shape}, expected one per row {codes.shape}")
     valid = np.isfinite(values) & (values >= 0)

@@ -21,7 +21,7 @@ from proximetry.metrics._search.inputs import (
     full_precision,
     normalize,
 )
-from proximetry.metrics._search.neighbors import nearest, search
+from proximetry.metrics._search.neighbors import in_order, nearest, search
 from proximetry.metrics._search.task import Task
 
 ALPHA = 3.0
@@ -98,12 +98,7 @@ def expand_queries(
 
 
 def k_reciprocal_distances(
-    queries: Embeddings,
-    gallery: Embeddings,
-    *,
-    k1: int = K1,
-    k2: int = K2,
-    weight: float = WEIGHT,
+    queries: Embeddings, gallery: Embeddings, *, k1: int = K1, k2: int = K2, weight: float = WEIGHT
 ) -> FloatArray:
     """Distances after k-reciprocal re-ranking (Zhong et al. 2017), [queries, gallery items].
 
@@ -197,7 +192,7 @@ def by_vectors(queries: Tensor, gallery: Tensor, similarity: str) -> Reorder:
 
     def reorder(rows: Tensor, ids: Tensor) -> Tensor:
         scores = similarities_of(queries[rows], gallery, ids, similarity)
-        return _in_order(ids, scores.float())
+        return in_order(scores.float(), ids)[1]
 
     return reorder
 
@@ -240,7 +235,7 @@ def by_k_reciprocity(task: Task, progress: Progress | None) -> Reorder:
                 done += len(part)
                 if progress is not None:
                     progress(done, len(queries))
-        return _in_order(ids, scores)
+        return in_order(scores, ids)[1]
 
     return reorder
 
@@ -248,10 +243,3 @@ def by_k_reciprocity(task: Task, progress: Progress | None) -> Reorder:
 def _rows(ids: Tensor, vectors: Tensor) -> int:
     """Return the number of lists whose vectors are gathered together."""
     return max(1, _GATHERED // (ids.shape[1] * vectors.shape[1]))
-
-
-def _in_order(ids: Tensor, scores: Tensor) -> Tensor:
-    """Return candidates by falling score, ties by index."""
-    ids, by_id = ids.sort(dim=1)
-    order = scores.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices
-    return ids.gather(1, order)

@@ -158,14 +158,10 @@ class RetrievalResult:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write one ``.npz`` file atomically."""
         target = Path(path)
-        about: dict[str, Any] = {"format": FORMAT}
-        arrays: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if isinstance(value, np.ndarray):
-                arrays[name] = value
-            elif value is not None:
-                about[name] = value
-        arrays["about"] = np.array(json.dumps(about))
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        about = {name: v for name, v in values.items() if not isinstance(v, np.ndarray)}
+        arrays = {name: v for name, v in values.items() if name not in about}
+        arrays["about"] = np.array(json.dumps({"format": FORMAT, **about}))
         with atomic_path(target) as part, part.open("wb") as file:
             np.savez_compressed(file, **arrays)
         return target

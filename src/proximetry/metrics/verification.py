@@ -85,15 +85,13 @@ class _Tally:
         self.totals = int(self.different[-1]), int(self.same[-1])
 
     def roc(self) -> Roc:
-        different, same = self.totals
-        return Roc(self.different / different, self.same / same, self.thresholds)
+        return Roc(self.different / self.totals[0], self.same / self.totals[1], self.thresholds)
 
     def auc(self) -> float:
-        different, same = self.totals
         # Twice the area in whole pairs; Python's integers keep it exact at any size.
         heights = self.same[1:] + self.same[:-1]
         twice = sum((np.diff(self.different) * heights).tolist())
-        return float(twice / (2 * different * same))
+        return float(twice / (2 * math.prod(self.totals)))
 
     def eer(self) -> float:
         different, same = self.totals
@@ -153,18 +151,14 @@ def _checked(similarities: Values, same: Truth) -> tuple[FloatArray, npt.NDArray
     return values, truth
 
 
-def _tally(similarities: Values, same: Truth) -> _Tally:
-    return _Tally(*_checked(similarities, same))
-
-
 def roc(similarities: Values, same: Truth) -> Roc:
     """The ROC curve, all its points, ties accepted together."""
-    return _tally(similarities, same).roc()
+    return _Tally(*_checked(similarities, same)).roc()
 
 
 def auc(similarities: Values, same: Truth) -> float:
     """Area under the ROC curve: how often a same pair beats a different one, a tie being half."""
-    return _tally(similarities, same).auc()
+    return _Tally(*_checked(similarities, same)).auc()
 
 
 def eer(similarities: Values, same: Truth) -> float:
@@ -172,7 +166,7 @@ def eer(similarities: Values, same: Truth) -> float:
 
     Between two points the ROC curve is taken to be a straight line.
     """
-    return _tally(similarities, same).eer()
+    return _Tally(*_checked(similarities, same)).eer()
 
 
 def tar_at_far(similarities: Values, same: Truth, far: float) -> float:
@@ -181,7 +175,7 @@ def tar_at_far(similarities: Values, same: Truth, far: float) -> float:
     No interpolation: a threshold that really exists. A ``far`` below one in the number of
     different pairs cannot be measured and raises.
     """
-    tally = _tally(similarities, same)
+    tally = _Tally(*_checked(similarities, same))
     rate = tally.tar_at_far(far)
     if rate is None:
         different = tally.totals[0]

@@ -9,12 +9,7 @@ from proximetry._util.errors import lazy_exports
 
 if TYPE_CHECKING:
     from proximetry.models.architecture import Architecture
-    from proximetry.models.backbones import (
-        evaluating,
-        freeze_batchnorm,
-        list_backbones,
-        set_batchnorm_momentum,
-    )
+    from proximetry.models.backbones import evaluating, freeze_batchnorm, list_backbones
     from proximetry.models.embedder import Embedder
     from proximetry.models.pooling import GeM
     from proximetry.models.preprocessing import Preprocessing, Tensors
@@ -31,16 +26,13 @@ __all__ = [
     "evaluating",
     "freeze_batchnorm",
     "list_backbones",
-    "set_batchnorm_momentum",
 ]
 
 __getattr__ = lazy_exports(
     __name__,
     {
         "architecture": ("Architecture",),
-        "backbones": (
-            *("evaluating", "freeze_batchnorm", "list_backbones", "set_batchnorm_momentum"),
-        ),
+        "backbones": ("evaluating", "freeze_batchnorm", "list_backbones"),
         "embedder": ("Embedder",),
         "pooling": ("GeM",),
         "preprocessing": ("Preprocessing", "Tensors"),

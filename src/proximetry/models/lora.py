@@ -53,8 +53,7 @@ def merged_copy(embedder: Embedder) -> Embedder:
 @torch.no_grad()
 def merge_lora(trained: Embedder, plain: Embedder) -> None:
     """Copy the weights of a network with merged adapters to its plain twin, in place."""
-    state = trained.backbone.state_dict()
-    state = {key.replace(".base_layer.", "."): value for key, value in state.items()}
+    state = {k.replace(".base_layer.", "."): v for k, v in trained.backbone.state_dict().items()}
     for name, layer in trained.backbone.named_modules():
         if hasattr(layer, "lora_A"):
             update: Any = layer.get_delta_weight("default")

@@ -43,9 +43,8 @@ def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
     if any(value.dtype != torch.float32 for value in embedder.parameters()):
         embedder = deepcopy(embedder).float()  # as after save and load
     network = _FromPixels(embedder)
-    random = torch.Generator().manual_seed(0)
     device = next((value.device for value in embedder.parameters()), "cpu")
-    sample = embedder.preprocessing.sample(3, random).to(device)
+    sample = embedder.preprocessing.sample(3, torch.Generator().manual_seed(0)).to(device)
     with evaluating(network):
         with torch.inference_mode():
             expected = network(sample).cpu()

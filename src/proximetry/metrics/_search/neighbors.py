@@ -59,12 +59,14 @@ def search_blocks(
     for rows, depth in _blocks(order, depths, len(gallery), gallery.element_size()):
         similarities = queries[rows] @ gallery.T
         fix_ties(similarities, task.similarity, {1: task.copies})
-        _exclude(similarities, task, rows)
+        if task.groups is not None:
+            own, others = task.groups
+            similarities.masked_fill_(own[rows, None] == others, -torch.inf)
+        elif task.self_index is not None:
+            similarities.scatter_(1, task.self_index[rows, None], -torch.inf)
         values, ids = nearest(similarities, depth)
         ids = ids.masked_fill(values == -torch.inf, -1)
-        ranks = None
-        if with_ranks:
-            ranks = _best_ranks(similarities, ids, task, rows)
+        ranks = _best_ranks(similarities, ids, task, rows) if with_ranks else None
         yield Block(rows, ids, values, ranks)
         done += len(rows)
         if progress is not None:
@@ -92,14 +94,6 @@ def _rows_within(budget: int, width: int, itemsize: int, depth: int) -> int:
     return max(1, min(MOST_ROWS, budget // (width * itemsize + depth * 32)))
 
 
-def _exclude(similarities: Tensor, task: Task, rows: Tensor) -> None:
-    if task.groups is not None:
-        queries, gallery = task.groups
-        similarities.masked_fill_(queries[rows, None] == gallery, -torch.inf)
-    elif task.self_index is not None:
-        similarities.scatter_(1, task.self_index[rows, None], -torch.inf)
-
-
 def nearest(similarities: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     """Return the largest entries of each row, ties by smaller index."""
     # One more than depth shows whether a tie straddles the end of the list.
@@ -113,7 +107,8 @@ def nearest(similarities: Tensor, depth: int) -> tuple[Tensor, Tensor]:
             # Rows with such a tie are selected in the total order, a few at a time.
             for part in _quarters(rows, len(similarities)):
                 values[part], ids[part] = _nearest_in_total_order(similarities[part], depth)
-    return _order_ties(values, ids)
+    tied = bool((values[:, 1:] == values[:, :-1]).any())
+    return in_order(values, ids) if tied else (values, ids)
 
 
 def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -150,9 +145,8 @@ def _nearest_in_total_order(similarities: Tensor, depth: int) -> tuple[Tensor, T
     return from_keys(to_keys(similarities, ids).topk(depth, dim=1).values)
 
 
-def _order_ties(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    if not bool((values[:, 1:] == values[:, :-1]).any()):
-        return values, ids
+def in_order(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the entries of each row by falling value, ties by smaller index."""
     ids, by_id = ids.sort(dim=1)
     values, by_value = values.gather(1, by_id).sort(dim=1, descending=True, stable=True)
     return values, ids.gather(1, by_value)

@@ -83,9 +83,8 @@ class Task:
         count = 1 + max(int(groups.max()) for groups in self.groups if len(groups))
         queries = self.query_codes * count + self.groups[0]
         gallery = (self.gallery_codes * count + self.groups[1]).sort().values
-        return sizes - (
-            torch.searchsorted(gallery, queries, right=True) - torch.searchsorted(gallery, queries)
-        )
+        first, end = (torch.searchsorted(gallery, queries, right=right) for right in (False, True))
+        return sizes - (end - first)
 
 
 def find_copies(matrix: Tensor) -> tuple[Tensor, Tensor]:

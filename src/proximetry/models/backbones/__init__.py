@@ -1,7 +1,4 @@
-"""Backbones: all models of timm, and three more that are registered with it.
-
-Also their evaluation mode and their batch norm.
-"""
+"""Backbones: all models of timm and three more; evaluation mode and frozen batch norm."""
 
 import copy
 import sys
@@ -138,10 +135,9 @@ def check_name(name: str) -> str:
             f"backbone must be a name, got the module {type(name).__name__}. Use "
             "Embedder.wrap(module, preprocessing, dim)."
         )
-    suggestion = closest(str(name), timm.list_models())
     raise UsageError(
-        f"unknown backbone {shown(name)}{suggestion} List names with `proximetry backbones "
-        "'resnet*'` or list_backbones('resnet*')."
+        f"unknown backbone {shown(name)}{closest(str(name), timm.list_models())} "
+        "List names with `proximetry backbones 'resnet*'` or list_backbones('resnet*')."
     )
 
 
@@ -257,9 +253,8 @@ def prepare(model: nn.Module, name: str, crop: tuple[int, int], pooling: str = "
         )
     if pooling == "token" != features.pooling:
         raise ValueError(f"pooling 'token' is for transformers, and {name} returns a feature map")
-    if features.dropped:
-        parameters = dict(model.named_parameters())
-        _drop_unused(model, {id(parameters[name]) for name in features.dropped})
+    parameters = dict(model.named_parameters())
+    _drop_unused(model, {id(parameters[name]) for name in features.dropped})
     return features
 
 
@@ -314,7 +309,6 @@ def evaluating(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def _use_running_statistics(layer: nn.Module, inputs: Any) -> None:
-    """Switch a layer to evaluation mode before its forward pass."""
     layer.training = False
 
 
@@ -333,14 +327,4 @@ def freeze_batchnorm(module: Module, affine: bool = False) -> Module:
         if affine:
             for parameter in layer.parameters(recurse=False):
                 parameter.requires_grad_(False)
-    return module
-
-
-def set_batchnorm_momentum(module: Module, momentum: float) -> Module:
-    """Set the momentum of the running statistics, as PyTorch defines it (Proxy-Anchor: 0.9)."""
-    if not 0 <= momentum <= 1:
-        raise ValueError(f"momentum must be between 0 and 1, got {momentum!r}")
-    for layer in module.modules():
-        if isinstance(layer, _BatchNorm):
-            layer.momentum = momentum
     return module

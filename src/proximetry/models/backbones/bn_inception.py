@@ -90,8 +90,7 @@ class BNInception(
         return outputs + inputs
 
     def _run(self, name: str, x: Tensor) -> Tensor:
-        normed: Tensor = getattr(self, f"{name}_bn")(getattr(self, name)(x))
-        return self.relu(normed)  # type: ignore[no-any-return]
+        return self.relu(getattr(self, f"{name}_bn")(getattr(self, name)(x)))  # type: ignore[no-any-return]
 
     def _run_block(self, block: _Block, x: Tensor) -> Tensor:
         prefix = f"inception_{block.name}_"
@@ -102,8 +101,7 @@ class BNInception(
             double = self._run(f"{prefix}double_3x3_{step}", double)
         parts.append(double)
         if block.projection:
-            pool = self.max if block.pool == "max" else self.avg
-            parts.append(self._run(f"{prefix}pool_proj", pool(x)))
+            parts.append(self._run(f"{prefix}pool_proj", getattr(self, block.pool)(x)))
         else:
             parts.append(self.shrink(x))
         return torch.cat(parts, 1)
