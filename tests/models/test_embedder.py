@@ -148,8 +148,8 @@ def test_create_rejects_bad_settings(settings, message):
 def test_names_import_neither_torch_nor_timm():
     code = """
 import sys
-import proximetry.models.names
-assert proximetry.models.names.POOLINGS and proximetry.models.names.WEIGHTS_SOURCES
+import proximetry.models.constants
+assert proximetry.models.constants.POOLINGS and proximetry.models.constants.WEIGHTS_SOURCES
 assert not {"torch", "timm", "numpy", "PIL"} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,7 +5,7 @@ import timm
 import torch
 
 from proximetry.models import Embedder
-from proximetry.models.names import POOLINGS
+from proximetry.models.constants import POOLINGS
 from proximetry.training import Recipe, RunError, RunFolder, train
 from proximetry.training.checkpoint import read_part
 from proximetry.training.estimate import dry_run

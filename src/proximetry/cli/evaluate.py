@@ -24,7 +24,7 @@ from proximetry.cli.options import (
 from proximetry.cli.output import check_out, print_result, progress_bar, skip_hint
 from proximetry.cli.train import key_options
 from proximetry.metrics.scores import Metrics
-from proximetry.models.names import LARGEST_DIM, Similarity
+from proximetry.models.constants import LARGEST_DIM, Similarity
 
 if TYPE_CHECKING:
     from proximetry.metrics import Evaluation

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
-from proximetry.models.names import LARGEST_BATCH
+from proximetry.models.constants import LARGEST_BATCH
 
 Flag = Annotated[bool, Parameter(negative=())]
 AsJson = Annotated[Flag, Parameter(name="--json", help="print one JSON document, for scripts.")]

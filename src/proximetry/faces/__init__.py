@@ -10,16 +10,16 @@ from proximetry._util.errors import lazy_exports
 
 if TYPE_CHECKING:
     from proximetry.faces.align import *
-    from proximetry.faces.alignment import *
     from proximetry.faces.detector import *
     from proximetry.faces.embedder import *
+    from proximetry.faces.geometry import *
     from proximetry.faces.identify import *
     from proximetry.faces.pairs import *
     from proximetry.faces.verify import *
 
 _EXPORTS = {
     "align": "Alignment align_folder",
-    "alignment": "similarity template warp",
+    "geometry": "similarity template warp",
     "detector": "Detector Faces find_detector",
     "embedder": "FaceEmbedder open_embedder",
     "identify": "identify_people read_people",

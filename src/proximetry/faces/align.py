@@ -26,8 +26,8 @@ from proximetry._util.types import Progress
 from proximetry.data.folders import files_below, is_image
 from proximetry.data.images import ImageError, image_size, open_image
 from proximetry.faces import Keep, Size
-from proximetry.faces.alignment import height_and_width, similarity, template, warp
 from proximetry.faces.detector import BATCH, Detector, Faces, find_detector
+from proximetry.faces.geometry import height_and_width, similarity, template, warp
 
 MAX_WORKERS = 16  # each holds a few images and the activations of the network in memory
 REPORT, JOURNAL = "faces.csv", ".align.sqlite"

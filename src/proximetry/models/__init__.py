@@ -1,6 +1,6 @@
 """Models: an `Embedder` is a backbone, a pooling and a head.
 
-Names are imported on first use; `proximetry.models.names` imports no torch.
+Names are imported on first use; `proximetry.models.constants` imports no torch.
 """
 
 from typing import TYPE_CHECKING

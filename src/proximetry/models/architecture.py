@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from proximetry._util.errors import shown
-from proximetry.models.names import (
+from proximetry.models.constants import (
     LARGEST_BITS,
     LARGEST_DIM,
     MOST_TTA_CROPS,

@@ -32,8 +32,8 @@ from proximetry.models.backbones import (
     load_timm,
     prepare,
 )
+from proximetry.models.constants import OWN, VECTOR_BACKBONES, Similarity
 from proximetry.models.encoding import embed_images
-from proximetry.models.names import OWN, VECTOR_BACKBONES, Similarity
 from proximetry.models.pooling import POOLING_LAYERS
 from proximetry.models.preprocessing import ImageSource, Input, Preprocessing, Tensors
 from proximetry.models.storage import EXTRAS, find_embedder, read_embedder, write_embedder

@@ -20,7 +20,7 @@ from proximetry.data.images import (
     open_image,
     resize_and_center_crop,
 )
-from proximetry.models.names import LARGEST_SIDE
+from proximetry.models.constants import LARGEST_SIDE
 
 _LARGEST = 1e9  # mean, std and scale of pixels, and their inverses
 _LARGEST_TENSOR = 2**28  # values: 1 GB

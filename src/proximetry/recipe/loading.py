@@ -13,7 +13,7 @@ import yaml
 
 from proximetry._util.errors import UsageError, closest, shorten, shown
 from proximetry._util.files import read_text
-from proximetry.models.names import LARGEST_BITS
+from proximetry.models.constants import LARGEST_BITS
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError

@@ -29,7 +29,7 @@ from proximetry._util.files import atomic_write
 from proximetry.data import FIELDS
 from proximetry.data.datasets import list_datasets
 from proximetry.metrics.scores import COUNTS, Metrics
-from proximetry.models.names import (
+from proximetry.models.constants import (
     LARGEST_BATCH,
     LARGEST_BITS,
     LARGEST_DIM,

@@ -24,7 +24,7 @@ from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray
 from proximetry.metrics._search.inputs import full_precision
 from proximetry.metrics._search.neighbors import largest, nearest
-from proximetry.models.names import Similarity
+from proximetry.models.constants import Similarity
 
 FloatArray = npt.NDArray[np.float32]
 Scores = npt.NDArray[np.float64]

@@ -23,7 +23,7 @@ from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.metrics.reranking import RERANKED, expand_queries, k_reciprocal_distances
 from proximetry.models import Embedder
-from proximetry.models.names import Similarity
+from proximetry.models.constants import Similarity
 from proximetry.models.preprocessing import ImageSource
 from proximetry.search import duplicates, indexes, rows
 from proximetry.search.duplicates import Duplicates

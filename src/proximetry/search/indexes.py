@@ -21,7 +21,7 @@ from proximetry._util.errors import UsageError, need, shown
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.metrics.reranking import binary_codes, candidates
-from proximetry.models.names import Similarity
+from proximetry.models.constants import Similarity
 
 EXACT, BINARY = "Flat", "BFlat"
 MOST_EXACT = 100_000  # up to here the scan takes some tens of milliseconds on two cores

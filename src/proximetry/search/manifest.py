@@ -28,7 +28,7 @@ from proximetry._util.files import (
     take_lock,
     written_for,
 )
-from proximetry.models.names import LARGEST_DIM, SIMILARITIES, Similarity
+from proximetry.models.constants import LARGEST_DIM, SIMILARITIES, Similarity
 
 FORMAT = "proximetry gallery"
 VERSION = 1

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from proximetry._util.types import IntArray
-from proximetry.models.names import Similarity
+from proximetry.models.constants import Similarity
 
 REMOVED = "(removed meanwhile)"  # an image on Milvus that was removed after the search
 

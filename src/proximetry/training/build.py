@@ -23,8 +23,8 @@ from proximetry.models.backbones import (
     set_drop_path,
     takes_one_size,
 )
+from proximetry.models.constants import OWN, VECTOR_BACKBONES, Similarity
 from proximetry.models.lora import add_lora
-from proximetry.models.names import OWN, VECTOR_BACKBONES, Similarity
 from proximetry.recipe.auto import choose
 from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from proximetry._util.errors import UsageError, shown
 from proximetry.data import Catalog
 from proximetry.models import Embedder
-from proximetry.models.names import OWN
+from proximetry.models.constants import OWN
 from proximetry.recipe.schema import AUTO, Recipe
 from proximetry.training.build import Components
 from proximetry.training.sources.torch_dataset import torch_datasets

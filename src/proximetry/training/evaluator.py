@@ -23,10 +23,10 @@ from proximetry.data.cache import describe_copies
 from proximetry.kernels.cuda_graphs import GraphedInference
 from proximetry.metrics import Evaluation, Metrics, evaluate
 from proximetry.models import Embedder, evaluating
+from proximetry.models.constants import Similarity
 from proximetry.models.embedder import extract_features, why_not_finite
 from proximetry.models.encoding import OnError
 from proximetry.models.lora import merge_lora, merged_copy
-from proximetry.models.names import Similarity
 from proximetry.models.pca import centered, moments_of_few, principal_axes, second_moments, with_pca
 from proximetry.recipe.schema import EvaluationConfig, Recipe
 from proximetry.training.checkpoint import RunError

@@ -14,7 +14,7 @@ from torch import Tensor
 from proximetry._util.errors import UsageError
 from proximetry.data import Catalog
 from proximetry.metrics import Metrics, draw_pairs
-from proximetry.models.names import Similarity
+from proximetry.models.constants import Similarity
 
 Mask = npt.NDArray[np.bool_]
 

@@ -25,8 +25,8 @@ from proximetry.data import (
 )
 from proximetry.data.images import Size
 from proximetry.models import Preprocessing
+from proximetry.models.constants import OWN
 from proximetry.models.embedder import Stage
-from proximetry.models.names import OWN
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import DataConfig, Protocol, Recipe

@@ -8,7 +8,7 @@ from hypothesis.extra import numpy as hnp
 from PIL import Image
 
 from proximetry.faces import similarity, template, warp
-from proximetry.faces.alignment import height_and_width
+from proximetry.faces.geometry import height_and_width
 
 SIZES = ("112x112", "112x96")
 image_points = hnp.arrays(np.float64, (5, 2), elements=st.floats(0, 400))
