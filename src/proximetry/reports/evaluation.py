@@ -54,7 +54,8 @@ class RunEvaluation:
         evaluation: every score of every query.
         scores: their means.
         neighbors: the nearest images of each query.
-        queries, gallery: rows of the catalog.
+        queries: their rows of the catalog.
+        gallery: rows of the catalog that are searched.
         agrees: whether the figures are those of the selected epoch in the run's results.
         notes: warnings about the images and the figures.
         unreadable: image files for which a page has no thumbnail.
