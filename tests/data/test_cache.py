@@ -206,7 +206,7 @@ def test_least_recently_used_caches_are_removed(catalog, home, monkeypatch):
     remaining = {side for side in (16, 17, 18, 19) if estimate(catalog, side, home)[0]}
     assert remaining == {16, 18, 19}
     monkeypatch.setattr("proximetry.data.cache.MAX_CACHE_BYTES", 1)
-    largest = PixelCache.build(catalog, 20, home)  # larger than the limit, and asked for
+    largest = PixelCache.build(catalog, 20, home)  # larger than the limit, and in use
     assert len(stores(home)) == 1
     assert new.flat.sum() > 0  # a removed file stays mapped
     assert len(largest) == 8
@@ -215,7 +215,7 @@ def test_least_recently_used_caches_are_removed(catalog, home, monkeypatch):
 @pytest.mark.parametrize("count", [8, 1500])
 def test_estimate_reads_headers_or_the_existing_cache(tmp_path, home, count):
     catalog = make_images(tmp_path / "images", 8)
-    for i in range(8, count):  # more than are looked at
+    for i in range(8, count):  # more than are inspected
         (tmp_path / "images" / "class0" / f"{i}.png").hardlink_to(catalog.file(i % 8))
     catalog = Catalog.from_folder(tmp_path / "images")
     exists, guess = estimate(catalog, 16, home)

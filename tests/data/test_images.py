@@ -198,7 +198,7 @@ def test_truncated(tmp_path, form, keep):
 
 def test_not_an_image(tmp_path):
     text = tmp_path / "notes.jpg"
-    text.write_text("no picture here")
+    text.write_text("not an image")
     with pytest.raises(ImageError, match=r"notes\.jpg: not an image in a known format"):
         open_image(text)
     with pytest.raises(ImageError, match="not an image"):

@@ -44,7 +44,7 @@ def test_a_name_with_its_root(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_source("cub", tmp_path) == ("cub", tmp_path)
     assert resolve_source("cub", "~/birds") == ("cub", tmp_path / "birds")
-    assert resolve_source("cub") == ("cub", None), "open_dataset then says what its folder holds"
+    assert resolve_source("cub") == ("cub", None)
     assert resolve_source("glyphs") == ("glyphs", None)
     fill(tmp_path, "pictures/ant/0.png")
     assert resolve_source("~/pictures") == ("folder", tmp_path / "pictures")

@@ -1,4 +1,4 @@
-"""Files of vectors that are damaged, or are not what their name says."""
+"""Files of vectors that are damaged, or have another format than their suffix."""
 
 import io
 

@@ -65,7 +65,7 @@ def scores(relevant, cutoffs):
 
 
 def evaluate(lists, query_labels, labels, cutoffs):
-    """Means over the queries with a positive, and how many have none."""
+    """Means over the queries with a positive, and the number of those without."""
     rows = []
     without = 0
     for label, order in zip(query_labels, lists, strict=True):

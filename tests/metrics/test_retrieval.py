@@ -67,7 +67,7 @@ def test_agrees_with_scikit_learn(similarity):
 
 
 class Column:
-    """A column of a table, as of pandas: no sequence, with a long text, but an array if asked."""
+    """A column as of pandas: no sequence, with a long text, but convertible to an array."""
 
     def __init__(self, values):
         self.values = values

@@ -67,7 +67,7 @@ def test_cpu_crops_are_made_in_a_thread_and_depend_on_the_batch_number(recipe, m
 
 
 def stand_in_for_streams(monkeypatch):
-    """Let what is done on a stream be done at once."""
+    """Run work of a stream immediately."""
     nothing = SimpleNamespace(
         record=lambda: None,
         synchronize=lambda: None,
@@ -86,7 +86,7 @@ def test_gpu_crops_are_made_one_batch_ahead_in_the_main_thread(recipe, makers, m
     makers.clear()
 
     class Far:
-        """Pixels that say they are elsewhere."""
+        """Pixels that report another device."""
 
         device = torch.device("meta")
         is_cuda = True

@@ -32,7 +32,7 @@ def make_classes(root, images, split=""):
 
 
 def recipe_for(root, cache, **changes):
-    """Stops early by itself, as the recipe for folders does."""
+    """Stops early, as the recipe for folders does."""
     settings = {
         "data": {"short_side": SIDE, "batch_size": 32},
         "model": {"image_size": SIDE},

@@ -51,7 +51,7 @@ def overwrite(draw, content):
 
 
 def lines_changed(draw, content):
-    """Lose a line, repeat one, or add one that says nothing."""
+    """Drop a line, repeat one, or add a number."""
     lines = content.splitlines(keepends=True) or [b"5\n"]
     place = draw.randrange(len(lines))
     lines[place : place + 1] = draw.choice([[], 2 * [lines[place]], [lines[place], b"5\n"]])

@@ -211,7 +211,7 @@ class TestBroken:
         return recipe.override({"data": changes | {"cache": "none"}, "evaluation.held_out": 0.25})
 
     def cut(self, data, number, keep):
-        """Cut off a training image of the first epoch; return its path."""
+        """Truncate a training image of the first epoch; return its path."""
         row = data.rows["train"][data.sampler.batch(0, number)[0]]
         file = Path(data.catalog.file(row))
         whole = file.read_bytes()

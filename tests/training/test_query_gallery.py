@@ -1,4 +1,4 @@
-"""Who is compared with whom: no image is ever found by itself, whatever the roles."""
+"""Queries and gallery: an image is never its own match, whatever the roles."""
 
 import json
 from collections import Counter
@@ -38,7 +38,7 @@ def make_catalog(labels, roles=None):
 
 
 def plain_lists(vectors, roles, similarity):
-    """Rows in the order of similarity for each query, the query itself left out."""
+    """Rows in the order of similarity for each query, without the query itself."""
     matrix = brute.similarity_matrix(vectors, vectors, similarity)
     rows = range(len(vectors))
     return {

@@ -237,7 +237,7 @@ def quick(recipe):
 
 @contextmanager
 def killed_at_call(number, monkeypatch, *names):
-    """Fail at the n-th call of functions of `os`; the list it gives says whether it did."""
+    """Fail at the n-th call of functions of `os`; the list it yields is empty if it did not."""
     calls, failed = itertools.count(1), []
 
     def failing(function):
@@ -864,7 +864,7 @@ def test_early_stopped_run_resumes_with_more_patience(recipe, tmp_path, monkeypa
     recipe = with_(recipe, "training", epochs=5, stop_after=2)
     stopped = train(recipe, tmp_path / "run")
     assert stopped["epochs"] == 3
-    # More epochs alone would stop at once again, which is reported.
+    # With more epochs alone it would stop immediately, which is reported.
     longer = with_(recipe, "training", epochs=6)
     assert train(longer, tmp_path / "run", display=PlainDisplay()) == stopped
     assert "a larger training.stop_after resumes it" in capsys.readouterr().out

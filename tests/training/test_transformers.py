@@ -124,7 +124,7 @@ def test_lora_is_merged_saved_and_resumed(images, cache, tmp_path):
     killed_at(5, recipe, tmp_path / "parts")
     train(recipe, tmp_path / "parts", device="cpu")
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
-    # What train says is what evaluate says, of an embedder that knows nothing of LoRA.
+    # `train` and `evaluate` report the same metrics; the saved embedder has no LoRA.
     embedder = Embedder.load(tmp_path / "whole")
     assert not any("lora" in name or "base_layer" in name for name in embedder.state_dict())
     catalog = open_catalog(recipe)

@@ -21,7 +21,7 @@ CLASSES, EACH, DIM = 12, 6, 10
 
 
 def made_up(seed=0):
-    """Classes that a linear map can tell apart, under noise that it must learn to leave out."""
+    """Linearly separable classes under noise that the map must learn to ignore."""
     draw = np.random.default_rng(seed)
     labels = np.repeat(np.arange(CLASSES), EACH)
     signal = draw.normal(size=(CLASSES, DIM // 2))[labels]
