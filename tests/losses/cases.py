@@ -3,7 +3,7 @@
 import torch
 
 from proximetry import losses
-from proximetry.losses.dense import Problem
+from proximetry.losses.form import Problem
 
 NAMES = list(losses.LOSSES)
 MULTI = [name for name in NAMES if "proxies_per_class" in losses.loss_settings(name)]

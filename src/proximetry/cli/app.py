@@ -32,11 +32,14 @@ def make_app() -> "App":
     from proximetry.cli import (
         cache,
         demo,
+        duplicates,
         embed,
         evaluate,
         export,
         faces,
+        index,
         lists,
+        push,
         report,
         reproduce,
         search,
@@ -60,7 +63,7 @@ def make_app() -> "App":
     )
     commands: list[Callable[..., None]] = [
         *(demo.demo, train.train, evaluate.evaluate, report.report, embed.embed, export.export),
-        *(export.push, search.index, search.search, search.duplicates, serve.serve),
+        *(push.push, index.index, search.search, duplicates.duplicates, serve.serve),
         *(reproduce.reproduce, lists.recipes, lists.losses, lists.backbones, lists.datasets),
         lists.metrics,
     ]

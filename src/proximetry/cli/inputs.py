@@ -11,6 +11,7 @@ from proximetry.cli.output import progress_bar
 if TYPE_CHECKING:
     from proximetry.data import Catalog
     from proximetry.models import Embedder
+    from proximetry.search import Gallery
     from proximetry.training.distributed import World
 
 Image = tuple[str, str | None]
@@ -99,3 +100,22 @@ def find_images(
                 notes.append(f"without classes: {error}")
         images += [(str(path / name), labels.get(name)) for name in names]
     return images, notes
+
+
+def open_gallery(gallery: str, model: Path | None) -> "Gallery":
+    """Open a gallery, with an embedder of its images."""
+    from proximetry.search.manifest import is_milvus, read_manifest
+
+    if not is_milvus(gallery):
+        read_manifest(Path(gallery))  # reports a wrong name before torch is imported
+    from proximetry.search import Gallery
+
+    return Gallery.open(gallery, None if model is None else load_image_embedder(model, None))
+
+
+def load_image_embedder(model: Path, device: str | None) -> "Embedder":
+    """Load an embedder of images, for galleries."""
+    embedder = load_embedder(model, device)
+    if not embedder.takes_images:
+        raise UsageError(f"galleries store images, and {model} takes {embedder.preprocessing}")
+    return embedder

@@ -1,6 +1,7 @@
 """What commands print: text, or one JSON document for scripts; their output files."""
 
 import json
+import os
 import shutil
 import sys
 import textwrap
@@ -107,3 +108,10 @@ def columns(entries: Mapping[str, Sequence[str]]) -> str:
         wrapped = [wrap(text, " " * left, " " * left) for text in paragraphs if text]
         lines.append((name.ljust(left) + "\n".join(wrapped)[left:]).rstrip())
     return "\n".join(lines)
+
+
+def relative_path(path: str | None) -> str:
+    """Return a path relative to the working folder, if it is below."""
+    from proximetry.search.result import REMOVED
+
+    return REMOVED if path is None else path.removeprefix(f"{os.getcwd()}{os.sep}")

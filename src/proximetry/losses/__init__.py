@@ -8,8 +8,8 @@ Each loss holds its proxies in ``loss.proxies``; hand them to the optimizer with
 """
 
 from proximetry.losses.base import LOSSES, ProxyLoss, create
-from proximetry.losses.dense import LossForm
 from proximetry.losses.distributed import Gathered, gathered
+from proximetry.losses.form import LossForm
 from proximetry.losses.pairs import PAIR_LOSSES, PairLoss
 from proximetry.losses.proxies import Proxies, parameter_groups
 from proximetry.losses.proxy_anchor import MPA, MPAAP, MPADW, ProxyAnchor

@@ -13,9 +13,6 @@ from proximetry._util.errors import closest
 from proximetry._util.labels import as_labels
 from proximetry._util.tensors import l2_normalize
 from proximetry.losses.dense import (
-    LossForm,
-    Parts,
-    Problem,
     cosines,
     dense,
     intra_class_distance,
@@ -24,6 +21,7 @@ from proximetry.losses.dense import (
     reduce_proxies,
     weighted_mean,
 )
+from proximetry.losses.form import LossForm, Parts, Problem
 from proximetry.losses.proxies import Init, Proxies
 from proximetry.losses.settings import (
     LOSS_SETTINGS,

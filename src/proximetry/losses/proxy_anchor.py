@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from proximetry.losses.base import ProxyLoss
-from proximetry.losses.dense import LossForm
+from proximetry.losses.form import LossForm
 from proximetry.losses.settings import cosine_margin, count, non_negative, one_of, positive, setting
 
 NegativeClasses = Literal["all", "absent"]

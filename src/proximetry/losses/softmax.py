@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from proximetry.losses.base import ProxyLoss
-from proximetry.losses.dense import LossForm
+from proximetry.losses.form import LossForm
 from proximetry.losses.settings import (
     angle,
     boolean,

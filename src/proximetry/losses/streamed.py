@@ -16,8 +16,6 @@ from torch import Tensor
 from proximetry._util.machine import by_device
 from proximetry._util.tensors import chunks, inverse_length
 from proximetry.losses.dense import (
-    Parts,
-    Problem,
     add_rows_,
     cosines,
     dense,
@@ -25,6 +23,7 @@ from proximetry.losses.dense import (
     reduce_proxies,
     spread_gradient,
 )
+from proximetry.losses.form import Parts, Problem
 
 #: Entries of a batch × tile × K block. On the CPU a block should stay in the cache, on a GPU it
 #: should keep the whole device busy.

@@ -1,0 +1,63 @@
+"""`proximetry duplicates`: near-duplicate images of a gallery."""
+
+from pathlib import Path
+from typing import Any
+
+from proximetry._util.errors import counted, spaced
+from proximetry.cli.inputs import open_gallery
+from proximetry.cli.options import (
+    GALLERY,
+    AsJson,
+    GalleryAddress,
+)
+from proximetry.cli.output import check_out, print_result, progress_bar, relative_path
+
+
+def duplicates(
+    gallery: GalleryAddress = GALLERY,
+    *,
+    threshold: float | None = None,
+    sheet: Path | None = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find near-duplicate images of a gallery.
+
+    Args:
+        threshold: the smallest cosine, or the largest Euclidean distance, of a pair; by default
+            measured with altered copies of some of the images.
+        sheet: also write the groups as a self-contained .html page.
+    """
+    check_out(sheet, [".html"], option="--sheet")
+    opened = open_gallery(gallery, None)
+    with progress_bar("comparing") as progress:
+        result = opened.duplicates(threshold, progress=progress)
+    pairs = list(zip(result.pairs.tolist(), result.similarities.tolist(), strict=True))
+    groups = [[result.paths[int(one)] for one in group] for group in result.groups]
+    document: dict[str, Any] = {
+        "gallery": gallery,
+        "images": len(opened),
+        "threshold": round(result.threshold, 6),
+        "threshold_chosen": result.chosen or "given",
+        "groups": groups,
+        "pairs": [
+            {"ids": pair, "paths": [result.paths[i] for i in pair], "similarity": round(near, 6)}
+            for pair, near in pairs
+        ],
+    }
+    # Pairs are sorted, so the last one of a group is the least similar.
+    least = {pair[0]: near for pair, near in pairs}
+    lines = [f"threshold: {result.chosen}"] if result.chosen else []
+    for group, paths in zip(result.groups, groups, strict=True):
+        near = min(least[int(one)] for one in group if int(one) in least)
+        cosine = opened.similarity == "cosine"
+        limit = f"cosine {near:.4f} or larger" if cosine else f"distance {-near:.4f} or smaller"
+        lines += [f"{len(group)} images, {limit}", *(f"  {relative_path(path)}" for path in paths)]
+    members = f"{spaced(sum(map(len, groups)))} of {spaced(len(opened))} images"
+    lines.append(f"{counted(len(groups), 'group')}, {members}")
+    if sheet is not None:
+        from proximetry.search.sheet import group_sheet
+
+        shown = group_sheet(sheet, groups)
+        part = "" if shown == len(groups) else f" of the first {spaced(shown)} groups"
+        lines.append(f"contact sheet{part}: {sheet}")
+    print_result(as_json, document, "\n".join(lines))

@@ -1,0 +1,77 @@
+"""The form of a proxy loss, and the contract `Problem → Parts` of the engines.
+
+Every loss here is a grouped log-sum-exp over class similarities. A `LossForm` names three choices:
+
+1. the *similarity* S(x, c), aggregated from the K proxies of class c;
+2. *by* what logits are grouped: which of them share one logarithm, all samples of a class or all
+   classes of a sample;
+3. how a sample's own class (positive) and the others (negatives) *join*.
+
+The margin is two short methods of the loss itself (`ProxyLoss.positive_logit` and
+`ProxyLoss.negative_logit`): any function for the positive, ``scale · S + offset`` for the
+negatives.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from torch import Tensor
+
+from proximetry.losses.settings import one_of
+
+Aggregation = Literal["single", "soft", "max", "mean"]
+By = Literal["class", "sample"]
+Join = Literal["separate", "joint", "softmax", "nca"]
+
+
+@dataclass(frozen=True)
+class LossForm:
+    """The form of a loss: three choices that both engines understand."""
+
+    similarity: Aggregation
+    by: By
+    join: Join
+
+    def __post_init__(self) -> None:
+        one_of(*get_args(Aggregation))("similarity", self.similarity)
+        one_of(*get_args(By))("by", self.by)
+        one_of(*get_args(Join))("join", self.join)
+        if self.by == "class" and self.join != "separate":
+            raise ValueError(f"a class-wise loss must have join='separate', got {self.join!r}")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The input of an engine: a batch, the proxies, and the logits of the negatives."""
+
+    x: Tensor
+    """Embeddings [B, D] of length one."""
+    proxies: Tensor
+    """[C, K, D], of any length."""
+    labels: Tensor
+    form: LossForm
+    gamma: float
+    """Temperature of the soft assignment, for the similarity "soft"."""
+    scale: float | Tensor
+    """The negative logit is ``scale · S + offset``; one scale, or one for each sample [B]."""
+    offset: float
+    class_weight: float | Tensor | None = None
+    """Weight of the negative term of a class, or of each class [C], for class-wise losses; None
+    returns the term of each class."""
+    log_weights: Tensor | None = None
+    """Logarithms of the weights of the samples [B], which class-wise losses add to the logits."""
+    smoothed: bool = False
+    """Whether to return the sum of a sample's similarities, for sample-wise losses."""
+
+
+class Parts(NamedTuple):
+    """The output of an engine."""
+
+    positive: Tensor
+    """Each sample's similarity to its own class [B]."""
+    negatives: Tensor
+    """By sample, the log-sum-exp over the other classes [B], -inf if there are none. By class,
+    log(1 + Σ exp logit over the samples of other classes): the sum over the classes with
+    ``class_weight``, or without one each [C]."""
+    total: Tensor | None
+    """The sum of a sample's similarities to all classes [B], if ``smoothed``."""
