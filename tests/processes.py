@@ -80,7 +80,7 @@ def _serve():
 
     import proximetry.cli.train
     import proximetry.search.gallery
-    import proximetry.training.run  # noqa: F401
+    import proximetry.training.trainer  # noqa: F401
 
     gc.freeze()  # forks need not collect it
     for line in sys.stdin:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from proximetry.faces.embedder import *
     from proximetry.faces.geometry import *
     from proximetry.faces.identify import *
-    from proximetry.faces.pairs import *
+    from proximetry.faces.pair_protocol import *
     from proximetry.faces.verify import *
 
 _EXPORTS = {
@@ -23,7 +23,7 @@ _EXPORTS = {
     "detector": "Detector Faces find_detector",
     "embedder": "FaceEmbedder open_embedder",
     "identify": "identify_people read_people",
-    "pairs": "PairProtocol read_protocol",
+    "pair_protocol": "PairProtocol read_protocol",
     "verify": "verify_pairs",
 }
 

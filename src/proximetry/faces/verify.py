@@ -13,7 +13,7 @@ from proximetry._util.files import atomic_write
 from proximetry._util.types import Progress
 from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
-from proximetry.faces.pairs import PairProtocol
+from proximetry.faces.pair_protocol import PairProtocol
 from proximetry.faces.vectors import FaceVectors, describe_rates, with_notes
 from proximetry.metrics import Verification, pair_similarities, verify
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from proximetry.training.distributed import RankError
     from proximetry.training.evaluator import evaluate_embedder
     from proximetry.training.loop import Stopped
-    from proximetry.training.run import train
     from proximetry.training.run_folder import RunError, RunFolder
+    from proximetry.training.trainer import train
 
 __all__ = [
     "Callback",
@@ -44,7 +44,7 @@ __getattr__ = lazy_exports(
         "evaluator": ("evaluate_embedder",),
         "distributed": ("RankError",),
         "loop": ("Stopped",),
-        "run": ("train",),
+        "trainer": ("train",),
         "run_folder": ("RunError", "RunFolder"),
     },
     extra="train",

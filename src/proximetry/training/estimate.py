@@ -22,16 +22,16 @@ from proximetry.training.build import RunContext, build, fit_crop_size
 from proximetry.training.distributed import join_processes
 from proximetry.training.loop import Run
 from proximetry.training.reporting import Display
-from proximetry.training.run import (
+from proximetry.training.run_folder import FIRST_STAGE, RunFolder
+from proximetry.training.sources.base import cache_sizes
+from proximetry.training.sources.images import ImageData, check_space, free_space, without
+from proximetry.training.step import autocast
+from proximetry.training.trainer import (
     check_rows,
     check_stages_folder,
     first_stage,
     preserve_torch_state,
 )
-from proximetry.training.run_folder import FIRST_STAGE, RunFolder
-from proximetry.training.sources.base import cache_sizes
-from proximetry.training.sources.images import ImageData, check_space, free_space, without
-from proximetry.training.step import autocast
 
 STEPS = 2
 CPU_BATCH = 16
