@@ -86,7 +86,7 @@ def check_runs(home: Path, results: Results) -> Iterator[str]:
     for record in results.everything:
         row = table.row(record.row)
         epochs = record.recipe["training"]["epochs"]
-        options = ReproduceOptions(epochs=epochs if record.epochs_given else None)
+        options = ReproduceOptions(epochs=epochs if record.epochs_overridden else None)
         run = make_run(table, row, record.seed, record.kind, options, record.device != "CPU")
         name = f"{home / RUNS}: {record.id}"
         try:
@@ -94,7 +94,7 @@ def check_runs(home: Path, results: Results) -> Iterator[str]:
         except ReproduceError as error:
             yield str(error)
         # Runs with held-out classes do not record the number of training images.
-        automatic = table.epochs(row) == AUTO and not record.epochs_given
+        automatic = table.epochs(row) == AUTO and not record.epochs_overridden
         if automatic and record.kind == "full" and record.images is not None:
             batch_size = record.recipe["data"]["batch_size"]
             usual = choose_epochs(record.images["train"], batch_size, record.device != "CPU")

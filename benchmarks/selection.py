@@ -28,8 +28,8 @@ def summarize(folder: RunFolder) -> dict[str, Any]:
         split: {line["epoch"]: line[split][METRIC] for line in evaluated}
         for split in ("held_out", "test")
     }
-    curves["among_train"] = {
-        line["epoch"]: line["held_out"]["among_train"][METRIC] for line in evaluated
+    curves["with_distractors"] = {
+        line["epoch"]: line["held_out"]["with_distractors"][METRIC] for line in evaluated
     }
     selected = folder.read_results()["selected"]["epoch"]
     trained = {epoch: value for epoch, value in curves["test"].items() if epoch > 0}

@@ -230,5 +230,5 @@ def test_drop_path_equals_timm_and_is_inactive_in_evaluation(name):
 
 
 def test_drop_path_needs_blocks():
-    for name in ("small_convnet", "own:Net"):
+    for name in ("small_convnet", "custom:Net"):
         assert not set_drop_path(nn.Identity(), name, 0.5)

@@ -26,7 +26,12 @@ make = partial(make_embedder, backbone="small_convnet")
 METRICS = {
     "protocol": "held_out",
     "epoch": 3,
-    "held_out": {"recall@1": 0.75, "map@r": 0.5, "queries": 12.0, "among_train": {"map@r": 0.25}},
+    "held_out": {
+        "recall@1": 0.75,
+        "map@r": 0.5,
+        "queries": 12.0,
+        "with_distractors": {"map@r": 0.25},
+    },
     "test": {"recall@1": np.float32(0.625), "mrr": float("nan"), "dims": {"4": {"recall@1": 0.5}}},
 }
 RECIPE = {
@@ -111,7 +116,7 @@ def test_model_card(server):
     assert found == {
         ("held_out", None, "recall@1"): 0.75,
         ("held_out", None, "map@r"): 0.5,
-        ("held_out", "among_train", "map@r"): 0.25,
+        ("held_out", "with_distractors", "map@r"): 0.25,
         ("test", None, "recall@1"): 0.625,
         ("test", "dims 4", "recall@1"): 0.5,
     }

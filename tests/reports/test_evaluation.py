@@ -147,7 +147,7 @@ def test_number_of_proxies_in_use(records, found, table):
         shares = [count / sum(counts.values()) for count in counts.values()]
         chosen.append(len(counts))
         effective.append(np.prod([share**-share for share in shares]))
-    assert use.chosen.tolist() == chosen
+    assert use.nearest_proxies.tolist() == chosen
     np.testing.assert_allclose(use.effective, effective)
 
 

@@ -63,7 +63,7 @@ def test_epochs_that_replace_auto_are_in_the_command(data, tmp_path):
     assert list(check_runs(home, Results.read(table, home))) == []
     with pytest.raises(ReproduceError, match="--epochs 1"):
         run_table(table, data, tmp_path / "out")
-    record.model_copy(update={"epochs_given": False}).write(home)
+    record.model_copy(update={"epochs_overridden": False}).write(home)
     (complaint,) = check_runs(home, Results.read(table, home))
     assert "1 epochs" in complaint
 

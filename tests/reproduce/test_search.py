@@ -66,7 +66,7 @@ def test_rows_are_evaluated_once_on_held_out_classes(home):
         assert metrics["queries"] == 18  # three of the ten classes
         assert record.views.keys() == {"24 of 24", "16 of 24", "flip TTA"}
         assert record.views["24 of 24"] == {
-            k: v for k, v in metrics.items() if k not in ("dims", "among_train", *SEPARABILITY)
+            k: v for k, v in metrics.items() if k not in ("dims", "with_distractors", *SEPARABILITY)
         }
         assert record.metrics(dim=2)["recall@1"] <= 1
     smaller = records["base-seed0"].views["16 of 24"]

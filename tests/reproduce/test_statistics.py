@@ -44,7 +44,7 @@ def record(row, seed, value, **changes):
         "parallel": 1,
         "images": None,
         "views": None,
-        "epochs_given": False,
+        "epochs_overridden": False,
     }
     return Record(**{**given_values, **changes})
 

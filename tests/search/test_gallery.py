@@ -646,7 +646,7 @@ def test_euclidean_duplicates(images, tmp_path):
     files = sorted(images.rglob("*.png"))
     files.append(shutil.copy(files[0], tmp_path / "copy.png"))
     measured = Gallery.build(embedder, files, tmp_path / "h").duplicates()
-    assert measured.chosen.startswith("distance")
+    assert measured.threshold_source.startswith("distance")
     assert [0, 48] in measured.pairs.tolist()
 
 

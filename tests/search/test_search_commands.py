@@ -228,7 +228,7 @@ def test_duplicates_measures_its_threshold(near_copies, call):
     assert len(copies) >= 6  # of seven
     assert different <= 4
     assert 0.9 < found["threshold"] < 1
-    assert "measured on 50 images" in found["threshold_chosen"]
+    assert "measured on 50 images" in found["threshold_source"]
     page = Path("groups.html").read_text()
     assert page.count("<section>") == len(found["groups"])
     assert "00 mirrored.png" in page

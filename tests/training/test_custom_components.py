@@ -91,7 +91,7 @@ def test_torch_dataset_trains_like_its_folder(images, cache, tmp_path):
     train(recipe, tmp_path / "own", data=Images(images), display=messages)
     assert signal.getsignal(signal.SIGCHLD) == handler  # that of torch raises anywhere
     assert_same_run_of_other_names(tmp_path / "folder", tmp_path / "own")
-    assert RunFolder(tmp_path / "own").read_recipe().data.dataset == "own:Images"
+    assert RunFolder(tmp_path / "own").read_recipe().data.dataset == "custom:Images"
     assert any("images from the dataset" in line for line in messages.lines)
 
 
@@ -140,9 +140,9 @@ def test_custom_components_resume_bit_exact(images, tiny, tmp_path):
     own_run(images, tiny, cut)
     assert_same_run(whole, cut)
     recipe = RunFolder(whole).read_recipe()
-    assert (recipe.model.backbone, recipe.model.dim) == ("own:Net", 8)
-    assert (recipe.loss.name, recipe.loss.settings) == ("own:Centers", {"scale": 10.0})
-    assert results["weights"]["source"] == "own"
+    assert (recipe.model.backbone, recipe.model.dim) == ("custom:Net", 8)
+    assert (recipe.loss.name, recipe.loss.settings) == ("custom:Centers", {"scale": 10.0})
+    assert results["weights"]["source"] == "custom"
     trained = Embedder.load(whole, module=Net())
     data = Images(images)
     vectors = trained.encode([data[row][0] for row in range(4)])
@@ -155,7 +155,7 @@ def test_custom_components_resume_bit_exact(images, tiny, tmp_path):
             embedder=Embedder.wrap(Net(), PIXELS, 8),
             loss=Centers(9, 8, scale=5.0),
         )
-    with pytest.raises(RunError, match=r"loss\.name 'own:Centers' → 'proxy_anchor'"):
+    with pytest.raises(RunError, match=r"loss\.name 'custom:Centers' → 'proxy_anchor'"):
         train(tiny, whole, data=Images(images), embedder=Embedder.wrap(Net(), PIXELS, 8))
 
 
@@ -192,16 +192,16 @@ def test_custom_losses(kind, images, tiny, cache, tmp_path):
     if kind == "pml":
         pml = pytest.importorskip("pytorch_metric_learning.losses")
         loss = pml.SupConLoss(temperature=0.2)
-        expected = ("own:SupConLoss", {"temperature": 0.2})
+        expected = ("custom:SupConLoss", {"temperature": 0.2})
     elif kind == "proxies":
         loss = losses.create("norm_softmax", 9, 8, scale=12.0)
-        expected = ("own:NormSoftmax", {"scale": 12.0})
+        expected = ("custom:NormSoftmax", {"scale": 12.0})
     else:
 
         def spread(embeddings, labels):
             return (embeddings @ embeddings.t() - (labels[:, None] == labels).float()).pow(2).mean()
 
-        loss, expected = spread, ("own:spread", {})
+        loss, expected = spread, ("custom:spread", {})
     recipe = make_recipe(images, cache, training={"epochs": 1})
     results = train(recipe, tmp_path / "run", loss=loss)
     config = RunFolder(tmp_path / "run").read_recipe().loss
@@ -361,7 +361,7 @@ def test_custom_timm_embedder_uses_training_keys(recipe, tmp_path):
     assert not any(type(part).__name__ == "DropPath" for part in embedder.modules())
     messages = Messages()
     train(changed, tmp_path / "own", embedder=Embedder.wrap(Net(), PIXELS, 8), display=messages)
-    assert "no stochastic depth: own:Net has no timm blocks" in messages.lines
+    assert "no stochastic depth: custom:Net has no timm blocks" in messages.lines
 
 
 def test_frozen_parameters_stay_frozen(recipe, tmp_path):
@@ -381,8 +381,8 @@ def test_bits_must_match_the_embedder(recipe, tmp_path):
 
 def test_recipe_of_custom_components_needs_them(recipe, tmp_path):
     for section, part in (("data.dataset", "data"), ("loss.name", "loss")):
-        with pytest.raises(ValueError, match=rf"{section} 'own:Mine'.*train\({part}=…\)"):
-            train(recipe.override({section: "own:Mine"}), tmp_path / "run")
+        with pytest.raises(ValueError, match=rf"{section} 'custom:Mine'.*train\({part}=…\)"):
+            train(recipe.override({section: "custom:Mine"}), tmp_path / "run")
 
 
 OWN_RANKS = """

@@ -22,7 +22,7 @@ from proximetry.training import (
     train,
 )
 from proximetry.training.evaluator import Evaluator, evaluate_embedder
-from proximetry.training.reporting import AMONG_TRAIN, describe_epoch, metrics_table
+from proximetry.training.reporting import WITH_DISTRACTORS, describe_epoch, metrics_table
 from proximetry.training.sources.base import divide
 from tests.training.ranks import RUN, Ranks
 from tests.training.runs import observed
@@ -271,7 +271,7 @@ def test_table_has_a_line_per_eval_dim():
     ]
 
 
-def among_train(folder, recipe, *, skip=1):
+def with_distractors(folder, recipe, *, skip=1):
     """MAP@R of held-out queries one by one, with every skip-th training image in the gallery."""
     catalog = open_dataset("folder", recipe.data.root)
     rows = divide(catalog, recipe).rows
@@ -297,32 +297,32 @@ def test_selection_metric_with_distractors_equals_brute_force(
         images, cache, model={"dim": 12, "pca_dim": pca_dim}, training={"epochs": 1}
     )
     scores = train(recipe, tmp_path / "all", device="cpu")["selected"]["held_out"]
-    expected = among_train(tmp_path / "all", recipe)
-    assert scores["among_train"] == {"map@r": pytest.approx(expected)}
-    assert scores["among_train"]["map@r"] < scores["map@r"]
+    expected = with_distractors(tmp_path / "all", recipe)
+    assert scores["with_distractors"] == {"map@r": pytest.approx(expected)}
+    assert scores["with_distractors"]["map@r"] < scores["map@r"]
     # Of many training images some are taken, evenly.
     monkeypatch.setattr(evaluator, "MAX_DISTRACTORS", 15)
     scores = train(recipe, tmp_path / "few", device="cpu")["selected"]["held_out"]
-    assert scores["among_train"]["map@r"] == pytest.approx(
-        among_train(tmp_path / "few", recipe, skip=3)
+    assert scores["with_distractors"]["map@r"] == pytest.approx(
+        with_distractors(tmp_path / "few", recipe, skip=3)
     )
 
 
 def test_epoch_is_selected_with_distractors(tmp_path, cache, monkeypatch):
     values = iter([0.5, 0.7, 0.6])
-    score = Evaluator._search_among_train
+    score = Evaluator._search_with_distractors
 
     def search(self, *args):
-        assert set(score(self, *args)["among_train"]) == {"map@r"}
-        return {"among_train": {"map@r": next(values, 0.1)}}
+        assert set(score(self, *args)["with_distractors"]) == {"map@r"}
+        return {"with_distractors": {"map@r": next(values, 0.1)}}
 
-    monkeypatch.setattr(Evaluator, "_search_among_train", search)
+    monkeypatch.setattr(Evaluator, "_search_with_distractors", search)
     recipe = make_recipe(make_images(tmp_path / "images"), cache, evaluation={"untrained": False})
     results = train(recipe, tmp_path / "run", device="cpu")
     assert results["selected"]["epoch"] == 2
     line = RunFolder(tmp_path / "run").history()[1]
     assert "with distractors  70.0" in describe_epoch(line)
-    assert AMONG_TRAIN in metrics_table({"held-out": results["selected"]["held_out"]})
+    assert WITH_DISTRACTORS in metrics_table({"held-out": results["selected"]["held_out"]})
 
 
 def test_trained_classes_of_split_val_are_no_distractors(tmp_path, cache):
@@ -330,7 +330,7 @@ def test_trained_classes_of_split_val_are_no_distractors(tmp_path, cache):
         make_images(tmp_path / "images" / split, classes=4, each=4, seed=seed)
     recipe = make_recipe(tmp_path / "images", cache, training={"epochs": 1})
     scores = train(recipe, tmp_path / "run", device="cpu")["selected"]["held_out"]
-    assert scores["among_train"]["map@r"] == scores["map@r"]
+    assert scores["with_distractors"]["map@r"] == scores["map@r"]
 
 
 def test_select_by_verification_and_clustering(tmp_path, cache):
@@ -345,7 +345,7 @@ def test_select_by_verification_and_clustering(tmp_path, cache):
     changes["evaluation"]["held_out"] = 0.5
     results = train(make_recipe(images, cache, **changes), tmp_path / "run", device="cpu")
     assert 0.5 <= results["selected"]["held_out"]["verification"] <= 1
-    assert "among_train" not in results["selected"]["held_out"]
+    assert "with_distractors" not in results["selected"]["held_out"]
     changes["evaluation"] = {"metrics": {"clustering": True}, "select_by": "nmi"}
     results = train(make_recipe(images, cache, **changes), tmp_path / "nmi", device="cpu")
-    assert "among_train" not in results["selected"]["held_out"]
+    assert "with_distractors" not in results["selected"]["held_out"]

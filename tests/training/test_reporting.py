@@ -13,7 +13,7 @@ import yaml
 
 from proximetry.training import Callback, Recipe, Stopped, train
 from proximetry.training.reporting import (
-    AMONG_TRAIN,
+    WITH_DISTRACTORS,
     Display,
     PlainDisplay,
     RichDisplay,
@@ -229,7 +229,7 @@ def test_last_and_selected_epoch_has_one_row(protocol, row):
             "held_out",
             "map@r",
             {},
-            f"epoch 3 is saved, selected by held-out MAP@R {AMONG_TRAIN}, not by the test set",
+            f"epoch 3 is saved, selected by held-out MAP@R {WITH_DISTRACTORS}, not by the test set",
         ),
         ("held_out", "nmi", {}, "3 is saved, selected by held-out nmi, not by the test set"),
         ("held_out", "nmi", {"first_stage": {"epoch": 3}}, "the second stage"),

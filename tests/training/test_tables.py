@@ -3,7 +3,7 @@
 import pytest
 
 from proximetry.metrics import Metrics
-from proximetry.training.reporting import AMONG_TRAIN, metrics_table
+from proximetry.training.reporting import WITH_DISTRACTORS, metrics_table
 
 
 def default_scores(clustering=False):
@@ -54,9 +54,9 @@ def test_queries_without_positives_are_counted(counts, message):
 
 
 def test_rows_without_values_are_skipped():
-    rows = {"test": default_scores() | {"among_train": {"map@r": 0.5}}}
+    rows = {"test": default_scores() | {"with_distractors": {"map@r": 0.5}}}
     blocks = metrics_table(rows).split("\n\n")
-    there = [(AMONG_TRAIN in block, "map@r" in block) for block in blocks]
+    there = [(WITH_DISTRACTORS in block, "map@r" in block) for block in blocks]
     assert sorted(there) == [(False, False), (True, True)]
 
 

@@ -34,7 +34,7 @@ from proximetry.training.checkpoint import (
 )
 from proximetry.training.estimate import dry_run
 from proximetry.training.evaluator import Evaluator
-from proximetry.training.reporting import AMONG_TRAIN, PlainDisplay
+from proximetry.training.reporting import WITH_DISTRACTORS, PlainDisplay
 from proximetry.training.run_folder import FolderError
 from tests.processes import Process
 from tests.training.runs import (
@@ -784,7 +784,7 @@ def test_untrained_evaluation_does_not_change_training(recipe, tmp_path, monkeyp
 def test_saturated_metric_is_reported(recipe, tmp_path, monkeypatch, capsys):
     observed(monkeypatch, [0.9, 1.0, 0.9, 1.0])
     recipe = with_(with_(recipe, "training", epochs=4), "evaluation", select_by="recall@1")
-    message = f"held-out recall@1 {AMONG_TRAIN} is 100 %: the metric is saturated"
+    message = f"held-out recall@1 {WITH_DISTRACTORS} is 100 %: the metric is saturated"
     results = train(recipe, tmp_path / "run", display=PlainDisplay())
     assert message in results["notes"]
     assert capsys.readouterr().out.count(message) == 1
@@ -902,5 +902,5 @@ def test_no_improvement_over_untrained_is_reported(recipe, tmp_path, capsys):
     results = train(still, tmp_path / "run", display=PlainDisplay())
     assert results["selected"]["held_out"]["map@r"] == results["untrained"]["held_out"]["map@r"]
     note = next(note for note in results["notes"] if "no improvement over the untrained" in note)
-    assert note.startswith(f"held-out MAP@R {AMONG_TRAIN} is ")
+    assert note.startswith(f"held-out MAP@R {WITH_DISTRACTORS} is ")
     assert note in capsys.readouterr().out

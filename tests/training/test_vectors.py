@@ -328,7 +328,7 @@ def test_frozen_backbone_trains_its_head_on_features(backbone, images, cache, tm
     assert all(same.values())
     held = set(Catalog.from_folder(images).labels) - set(trained.class_names)
     part = Catalog.from_folder(images).filter(labels=held)
-    figures = {k: v for k, v in results["selected"]["held_out"].items() if k != "among_train"}
+    figures = {k: v for k, v in results["selected"]["held_out"].items() if k != "with_distractors"}
     assert evaluate_embedder(trained, part) == figures
     with pytest.raises(SystemError):
         train(recipe, tmp_path / "cut", callbacks=[OnStep(5, lambda: fail(SystemError("cut")))])

@@ -360,7 +360,7 @@ def test_batched_searches_equal_single_ones(shared, monkeypatch):
     assert max(sizes) > 1
     for one, other in zip(alone, together, strict=True):
         assert one.status_code == other.status_code == 200
-        near = [[(m["id"]) for m in answer.json()["found"]] for answer in (one, other)]
+        near = [[(m["id"]) for m in answer.json()["results"]] for answer in (one, other)]
         assert near[0] == near[1]
 
 
@@ -375,6 +375,6 @@ def test_cancelled_search(shared):
         await asyncio.gather(task, return_exceptions=True)
         return await found.search_item(1, 3, ())
 
-    assert len(asyncio.run(leave()).found) == 3
+    assert len(asyncio.run(leave()).results) == 3
     app.state.service.close()
     assert not found.alive

@@ -24,20 +24,20 @@ from tests.web.conftest import CLASSES, EACH, client_of, png
 TOTAL = CLASSES * EACH
 
 
-def found(response):
+def results(response):
     assert response.status_code == 200, response.text
-    return response.json()["found"]
+    return response.json()["results"]
 
 
 def test_upload_search_equals_gallery_search(client, shared):
     upload = png()
     answer = client.post("/search", files={"image": ("x.png", upload)}, data={"k": 7})
     expected = shared.search([open_image(upload)], 7)
-    assert [one["id"] for one in found(answer)] == expected.ids[0].tolist()
-    assert [one["rank"] for one in found(answer)] == list(range(1, 8))
-    near = [one["similarity"] for one in found(answer)]
+    assert [one["id"] for one in results(answer)] == expected.ids[0].tolist()
+    assert [one["rank"] for one in results(answer)] == list(range(1, 8))
+    near = [one["similarity"] for one in results(answer)]
     np.testing.assert_allclose(near, expected.similarities[0], atol=1e-6)
-    assert [one["label"] for one in found(answer)] == expected.labels[0].tolist()
+    assert [one["label"] for one in results(answer)] == expected.labels[0].tolist()
     assert answer.json()["images"] == TOTAL
     assert answer.json()["query"] is None
     assert "model;dur=" in answer.headers["server-timing"]
@@ -52,7 +52,7 @@ def test_large_upload_equals_its_stored_vector(tmp_path):
     assert not pixels(file).equal(pixels(open_image(file)))  # a reduced size is decoded
     assert pixels(file).equal(pixels(file.read_bytes()))
     with client_of(gallery.path) as client:
-        (one,) = found(client.post("/search", files={"image": file.read_bytes()}, data={"k": 1}))
+        (one,) = results(client.post("/search", files={"image": file.read_bytes()}, data={"k": 1}))
         thumbnail = client.get("/items/0/image?size=300")
     own = gallery.search(gallery.vectors([0]), 1).similarities[0, 0]
     assert one["similarity"] == pytest.approx(own, abs=1e-6)
@@ -64,20 +64,20 @@ def test_large_upload_equals_its_stored_vector(tmp_path):
 def test_search_by_id_excludes_the_query(client, shared):
     answer = client.post("/search", data={"id": 7, "k": 5})
     expected = shared.search(shared.vectors([7]), 6)
-    assert [7, *(one["id"] for one in found(answer))] == expected.ids[0].tolist()
+    assert [7, *(one["id"] for one in results(answer))] == expected.ids[0].tolist()
     assert answer.json()["query"]["id"] == 7
-    assert len(found(client.post("/search", data={"id": 7, "k": 1000}))) == TOTAL - 1
+    assert len(results(client.post("/search", data={"id": 7, "k": 1000}))) == TOTAL - 1
 
 
 def test_conditions_and_threshold(client):
     data = {"id": 0, "k": 30, "where": ["label=class01", "label=class02"]}
-    both = found(client.post("/search", data=data))
+    both = results(client.post("/search", data=data))
     assert {one["label"] for one in both} == {"class01", "class02"}
     assert len(both) == 2 * EACH
     empty = {**data, "where": [*data["where"], ""]}
-    assert found(client.post("/search", data=empty)) == both
+    assert results(client.post("/search", data=empty)) == both
     least = both[3]["similarity"]
-    fewer = found(client.post("/search", data={**data, "threshold": least}))
+    fewer = results(client.post("/search", data={**data, "threshold": least}))
     assert fewer == [one for one in both if one["similarity"] >= least]
     assert len(fewer) < len(both)
 
@@ -220,7 +220,7 @@ def test_failed_map_is_logged(real_maps, own, tmp_path, monkeypatch, caplog, cap
         assert "the map failed" in answer.json()["detail"]
         assert "the map failed" in caplog.text
         assert str(tmp_path / "cache") in capfd.readouterr().err
-        assert found(client.post("/search", data={"id": 0}))
+        assert results(client.post("/search", data={"id": 0}))
         started = []
         monkeypatch.setattr(
             gallery_map.MapMaker, "_start", lambda maker, gallery: started.append(gallery.version)
@@ -238,7 +238,7 @@ def test_server_follows_changes_of_the_gallery(own, own_client, monkeypatch):
     other.remove([3, 4])
     assert own_client.get("/items/3").status_code == 404
     assert own_client.post("/search", data={"id": 3}).status_code == 404
-    ids = [one["id"] for one in found(own_client.post("/search", data={"id": 0, "k": 100}))]
+    ids = [one["id"] for one in results(own_client.post("/search", data={"id": 0, "k": 100}))]
     assert not {3, 4} & set(ids)
     monkeypatch.setattr(gallery_map.MapMaker, "_start", lambda *args: None)
     outdated = own_client.get("/map").json()  # the old one serves until there is a new one
@@ -251,7 +251,7 @@ def test_server_follows_changes_of_the_gallery(own, own_client, monkeypatch):
     assert own_client.get("/gallery").json()["images"] == TOTAL - 1
     table = rows.table({"path": ["/images/red.png"], "label": ["new"], "color": ["red"]})
     (red,) = other.add(table, vectors=make_vectors(1))
-    matches = found(own_client.post("/search", data={"id": 0, "where": "color=red"}))
+    matches = results(own_client.post("/search", data={"id": 0, "where": "color=red"}))
     assert [one["id"] for one in matches] == [red]
 
 
@@ -261,11 +261,11 @@ def test_rebuilt_gallery_has_its_embedder_and_no_old_map(own, own_client, monkey
     monkeypatch.setattr(gallery_map.MapMaker, "_start", lambda *args: None)
     images = own.rows(range(9))["path"]
     shutil.rmtree(own.path)
-    assert found(own_client.post("/search", data={"id": 5}))  # the last version is still there
+    assert results(own_client.post("/search", data={"id": 5}))  # the last version is still there
     other = Gallery.build(make_embedder(seed=seed), images, own.path)
     answer = own_client.post("/search", files={"image": ("x.png", png())}, data={"k": 3})
     expected = other.search([open_image(png())], 3)
-    assert [one["id"] for one in found(answer)] == expected.ids[0].tolist()
+    assert [one["id"] for one in results(answer)] == expected.ids[0].tolist()
     answer = own_client.get("/map")
     assert answer.status_code == 202
     assert answer.json()["images"] == 9
@@ -285,8 +285,8 @@ def test_event_loop_reads_no_files(own, own_client, monkeypatch):
 
     monkeypatch.setattr(view.View, "_follow", followed)
     for data in ({"id": 0}, {"id": 0, "where": "label=class01"}):
-        assert found(own_client.post("/search", data=data))
-    assert found(own_client.post("/search", files={"image": ("x.png", png())}))
+        assert results(own_client.post("/search", data=data))
+    assert results(own_client.post("/search", files={"image": ("x.png", png())}))
     assert own_client.post("/search", data={"id": 0, "where": "size=3"}).status_code == 422
     for address in ("/items/0", "/items/0/image", "/map", "/gallery", "/healthz"):
         assert own_client.get(address).status_code == 200
@@ -305,7 +305,7 @@ def test_gallery_is_described(client):
 
 def test_an_empty_gallery(own, own_client):
     Gallery.open(own.path).remove(own.ids())
-    assert found(own_client.post("/search", files={"image": ("x.png", png())})) == []
+    assert results(own_client.post("/search", files={"image": ("x.png", png())})) == []
     assert own_client.get("/gallery").json()["suggested"] == []
 
 
@@ -317,7 +317,7 @@ def test_paths_that_are_not_utf8_and_nan(tmp_path):
         item = client.get("/items/0").json()
         assert item["file"] == "caf\ufffd.png"
         assert item["details"] == {"size": 1.5}
-        (other,) = found(client.post("/search", data={"id": 0}))
+        (other,) = results(client.post("/search", data={"id": 0}))
         assert other["details"] == {"size": None}
         assert client.get("/items/0/image").status_code == 410
 
@@ -328,10 +328,12 @@ def test_euclidean_threshold(tmp_path):
         embedder, make_table(0, 20), tmp_path / "gallery", vectors=make_vectors(20)
     )
     with client_of(gallery.path) as client:
-        near = found(client.post("/search", data={"id": 0, "k": 19}))
+        near = results(client.post("/search", data={"id": 0, "k": 19}))
         assert all(one["similarity"] <= 0 for one in near)
         far = -near[4]["similarity"]
-        assert found(client.post("/search", data={"id": 0, "k": 19, "threshold": far})) == near[:5]
+        assert (
+            results(client.post("/search", data={"id": 0, "k": 19, "threshold": far})) == near[:5]
+        )
 
 
 def test_openapi(client):

@@ -75,7 +75,7 @@ def test_server_from_start_to_ctrl_c(server, shared, tmp_path):
         assert url.startswith("http://127.0.0.1:")
         assert httpx.get(f"{url}healthz").json() == {"status": "ok"}
         answer = httpx.post(f"{url}search", files={"image": ("x.png", png())}, data={"k": 3})
-        assert len(answer.json()["found"]) == 3
+        assert len(answer.json()["results"]) == 3
         assert "server" not in answer.headers
         address = urlsplit(url)
         head = f"Host: localhost:{address.port}\r\nConnection: close\r\n\r\n".encode()

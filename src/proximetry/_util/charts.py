@@ -36,7 +36,7 @@ def line_chart(
     title: str,
     series: Mapping[str, Sequence[tuple[float, ...]]],
     *,
-    shown: Format = plain,
+    format_value: Format = plain,
     x_label: str = "epoch",
     marked: float | None = None,
     from_zero: bool = False,
@@ -67,8 +67,8 @@ def line_chart(
     y = _scale(y_axis[0], y_axis[-1], _BOTTOM, _TOP + 8)
     powers = [10.0**n for n in range(-12, 13)] if log else _ticks(low, high, 7, whole=True)
     about = "; ".join(
-        f"{name}: from {shown(points[0][1])} at {x_label} {plain(points[0][0])} "
-        f"to {shown(points[-1][1])} at {x_label} {plain(points[-1][0])}"
+        f"{name}: from {format_value(points[0][1])} at {x_label} {plain(points[0][0])} "
+        f"to {format_value(points[-1][1])} at {x_label} {plain(points[-1][0])}"
         for name, points in lines.items()
     )
     return _render(
@@ -76,7 +76,7 @@ def line_chart(
         about=about,
         x_label=x_label,
         file=file,
-        y_ticks=[(y(value), shown(value)) for value in y_axis],
+        y_ticks=[(y(value), format_value(value)) for value in y_axis],
         x_ticks=[(x(across(v)), plain(v)) for v in (x_ticks or powers) if low <= v <= high],
         marked=None if marked is None or not low <= marked <= high else x(marked),
         lines=[
@@ -85,7 +85,7 @@ def line_chart(
                 "style": number % len(_DASHES),
                 "runs": _runs([(x(across(p[0])), y(p[1])) for p in points]),
                 "points": [
-                    (x(across(p[0])), y(p[1]), f"{x_label} {plain(p[0])}: {shown(p[1])}")
+                    (x(across(p[0])), y(p[1]), f"{x_label} {plain(p[0])}: {format_value(p[1])}")
                     for p in points
                     if not math.isnan(p[1])
                 ],

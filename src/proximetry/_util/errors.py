@@ -42,7 +42,7 @@ _SHORT.maxstring = _SHORT.maxother = 200
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 3, 12, 12, 12
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return the repr of a value for a message, shortened."""
     try:
         return shorten(_SHORT.repr(value), 240)
@@ -79,7 +79,7 @@ def spaced(number: int) -> str:
     return f"{number:,}".replace(",", " ")
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Return a number and its noun: 1 image, 12 000 images, 3 classes."""
     plural = "" if number == 1 else "es" if noun.endswith("s") else "s"
     return f"{spaced(number)} {noun}{plural}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from proximetry import __version__
-from proximetry._util.errors import UsageError, readable_size, shorten, shown
+from proximetry._util.errors import UsageError, format_value, readable_size, shorten
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -211,7 +211,7 @@ def check_format(path: Path, content: Any, name: str, version: int) -> dict[str,
         raise ValueError(f"{path} does not describe a {name}")
     if content.get("version") != version:
         raise ValueError(
-            f"{path} has format version {shown(content.get('version'))}, and Proximetry "
+            f"{path} has format version {format_value(content.get('version'))}, and Proximetry "
             f"{__version__} reads version {version}. Install the version that wrote it."
         )
     return content

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._util.errors import shown
+from proximetry._util.errors import format_value
 
 Labels = Tensor | npt.NDArray[Any] | Sequence[int] | Sequence[str]
 
@@ -33,7 +33,7 @@ def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.N
     """Return labels as a one-dimensional NumPy array of int64 or of strings."""
     array = as_array(values, name)
     if array.ndim != 1:
-        got = shown(values) if array.ndim == 0 else f"shape {array.shape}"
+        got = format_value(values) if array.ndim == 0 else f"shape {array.shape}"
         raise ValueError(f"{name} must be a sequence of integers or strings, got {got}")
     if len(array) != length:
         raise ValueError(f"{name} has {len(array)} entries for {length} items; they must match")

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Barrier, Lock, RLock
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from proximetry._util.errors import UsageError, shown
+from proximetry._util.errors import UsageError, format_value
 
 if TYPE_CHECKING:
     import torch
@@ -61,28 +61,28 @@ _overridden: dict[Any, tuple[int, Any]] = {}
 
 @contextmanager
 def override(
-    things: Iterable[T], value: Any, get: Callable[[T], Any], put: Callable[[T, Any], None]
+    targets: Iterable[T], value: Any, read: Callable[[T], Any], assign: Callable[[T, Any], None]
 ) -> Iterator[None]:
     """Set a value on shared objects; the last thread to leave restores the previous one.
 
     Evaluation mode and full precision may be needed by several threads of a server at a time.
     """
-    chosen = list(things)
+    all_targets = list(targets)
     with _settings:
-        for thing in chosen:
-            users, before = _overridden.get(thing) or (0, get(thing))
-            _overridden[thing] = users + 1, before
-            put(thing, value)
+        for target in all_targets:
+            users, before = _overridden.get(target) or (0, read(target))
+            _overridden[target] = users + 1, before
+            assign(target, value)
     try:
         yield
     finally:
         with _settings:
-            for thing in chosen:
-                users, before = _overridden.pop(thing)
+            for target in all_targets:
+                users, before = _overridden.pop(target)
                 if users > 1:
-                    _overridden[thing] = users - 1, before
-                elif get(thing) == value:  # unless changed meanwhile
-                    put(thing, before)
+                    _overridden[target] = users - 1, before
+                elif read(target) == value:  # unless changed meanwhile
+                    assign(target, before)
 
 
 def torch_pool(workers: int, threads: int) -> ThreadPoolExecutor:
@@ -131,7 +131,7 @@ def resolve_device(name: str | None = None) -> torch.device:
     gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     if name not in ("cpu", *gpus, *(["cuda"] if gpus else [])):
         known = f"cpu, cuda, {', '.join(gpus)}" if gpus else "cpu alone: torch sees no CUDA GPU"
-        raise UsageError(f"there is no device {shown(name)}; there is {known}")
+        raise UsageError(f"there is no device {format_value(name)}; there is {known}")
     return torch.device(name)
 
 

@@ -33,9 +33,9 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> tuple[T
     device = rows.device
     if dist.get_backend(group) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
-    own = torch.tensor([rows.shape[0]], device=device)
-    sizes = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, own, group=group)
+    row_count = torch.tensor([rows.shape[0]], device=device)
+    sizes = [torch.zeros_like(row_count) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, row_count, group=group)
     counts = [int(size) for size in sizes]
     # Collectives take equal shapes: pad to the largest share.
     padded = torch.zeros((max(counts), *rows.shape[1:]), dtype=rows.dtype, device=device)
@@ -84,8 +84,8 @@ def binary_codes(vectors: Tensor) -> Tensor:
     A bit is 1 where the entry is positive. The layout is that of `numpy.packbits`.
     """
     bits = F.pad((vectors > 0).to(torch.uint8), (0, -vectors.shape[1] % 8))
-    places = torch.arange(7, -1, -1, dtype=torch.uint8, device=vectors.device)
-    bits = bits.reshape(len(bits), bits.shape[1] // 8, 8) << places
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=vectors.device)
+    bits = bits.reshape(len(bits), bits.shape[1] // 8, 8) << shifts
     return bits.sum(2, dtype=torch.uint8)
 
 
@@ -110,8 +110,8 @@ def nearest_other_class(
         best[part] = torch.where(better, value, best[part])
         nearest[part] = torch.where(better, index + others.start, nearest[part])
 
-    for place, rows in enumerate(tiles):
-        for columns in tiles[place:]:
+    for number, rows in enumerate(tiles):
+        for columns in tiles[number:]:
             cosines = directions[rows] @ directions[columns].T
             if columns == rows:
                 owner = torch.arange(len(cosines), device=device) // per_class

@@ -91,8 +91,8 @@ def _show_default(value: Any) -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return 0 for success, 1 for a failure, 2 for a usage error, 130 if stopped."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words in (["--version"], ["-V"]):  # without the extra
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    if tokens in (["--version"], ["-V"]):  # without the extra
         print(f"proximetry {__version__}")
         return 0
     try:
@@ -101,11 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"the command line needs cyclopts: {install_hint('train')}", file=sys.stderr)
         return 1
     app = make_app()
-    if not words or words in (["faces"], ["cache"]):
-        app.help_print(words)
+    if not tokens or tokens in (["faces"], ["cache"]):
+        app.help_print(tokens)
         return 2
     try:
-        app(_prepare(words))
+        app(_prepare(tokens))
     except SystemExit as leaving:
         return int(leaving.code or 0)
     except UsageError as error:
@@ -127,20 +127,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _prepare(words: list[str]) -> list[str]:
+def _prepare(tokens: list[str]) -> list[str]:
     """Rewrite words as cyclopts reads them.
 
     ``help train`` as ``train --help``, ``--loss arcface`` as ``--loss.name arcface``,
     ``--flip true`` as ``--flip=true`` and ``--k 1,5`` as ``--k 1 5``.
     """
-    if words[0] == "help":
-        return [*words[1:], "--help"]
-    if "" in words:  # as a path it would be the current folder
+    if tokens[0] == "help":
+        return [*tokens[1:], "--help"]
+    if "" in tokens:  # as a path it would be the current folder
         raise UsageError("an argument is empty; is a shell variable not set?")
     prepared, lists = list[str](), list[str]()
-    for word in words:
+    for word in tokens:
         name, _, value = word.partition("=")
-        if words[0] == "train" and name in _SECTIONS:
+        if tokens[0] == "train" and name in _SECTIONS:
             word = word.replace(name, _SECTIONS[name], 1)
         option = prepared[-1] if prepared and re.fullmatch("--[^=]+", prepared[-1]) else ""
         if option and word in ("true", "false"):

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from proximetry._util.errors import UsageError, counted, readable_size, some
+from proximetry._util.errors import UsageError, pluralize, readable_size, some
 from proximetry._util.files import cache_folder
 from proximetry.cli.options import AsJson, Flag
 from proximetry.cli.output import print_result
@@ -30,7 +30,7 @@ def list_(*, as_json: AsJson = False) -> None:
 
     caches, leftovers = list_caches(), list_leftovers()
     total = _size([*caches, *leftovers])
-    lines = [f"{cache_folder()}: {counted(len(caches), 'cache')}, {readable_size(total)} in all"]
+    lines = [f"{cache_folder()}: {pluralize(len(caches), 'cache')}, {readable_size(total)} in all"]
     if caches:
         lines += [f"{'name':30}{'size':>10}  {'last used':16}  images", *map(_line, caches)]
     if leftovers:
@@ -68,7 +68,7 @@ def clean(
             "--keep 20GB."
         )
     caches = list_caches()
-    selected = [*list_leftovers(), *_named(caches, names)]
+    selected = [*list_leftovers(), *_find_caches(caches, names)]
     if unused_for is not None:
         oldest = time.time() - _parse(unused_for, _SECONDS, "--unused-for", "30d")
         selected += [entry for entry in caches if entry.used < oldest and entry not in selected]
@@ -102,12 +102,12 @@ def verify(*names: str, as_json: AsJson = False) -> None:
     from proximetry.data.cache import is_intact, list_caches, remove
 
     caches = list_caches()
-    entries = [entry for entry in _named(caches, names) or caches if entry.images is not None]
+    entries = [entry for entry in _find_caches(caches, names) or caches if entry.images is not None]
     damaged = [entry for entry in entries if not is_intact(entry.path)]
     for entry in damaged:
         remove(entry)
     lines = [f"removed damaged {_line(entry)}" for entry in damaged]
-    lines.append(f"{counted(len(entries), 'cache')}, {len(damaged)} damaged")
+    lines.append(f"{pluralize(len(entries), 'cache')}, {len(damaged)} damaged")
     document = {"verified": _plain(entries), "damaged": _plain(damaged)}
     print_result(as_json, document, "\n".join(lines))
 
@@ -122,7 +122,7 @@ def _parse(text: str, units: dict[str, int], option: str, example: str) -> float
     return float(match[1]) * factors[match[2]]
 
 
-def _named(caches: Sequence["CacheEntry"], names: Sequence[str]) -> list["CacheEntry"]:
+def _find_caches(caches: Sequence["CacheEntry"], names: Sequence[str]) -> list["CacheEntry"]:
     """Return the caches with these prefixes, with or without the kind."""
     selected = []
     for name in names:
@@ -133,8 +133,10 @@ def _named(caches: Sequence["CacheEntry"], names: Sequence[str]) -> list["CacheE
             if entry.name.startswith(prefix) or entry.path.name.startswith(prefix)
         ]
         if len(matches) != 1:
-            which = f"several caches match: {some(map(_short, matches))}" if matches else "no match"
-            raise UsageError(f"not the name of one cache: {name}, {which}")
+            reason = (
+                f"several caches match: {some(map(_short, matches))}" if matches else "no match"
+            )
+            raise UsageError(f"not the name of one cache: {name}, {reason}")
         selected += matches
     return list(dict.fromkeys(selected))
 
@@ -165,7 +167,7 @@ def _short(entry: "CacheEntry") -> str:
 
 def _line(entry: "CacheEntry") -> str:
     used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
-    images = "" if entry.images is None else counted(entry.images, "image")
+    images = "" if entry.images is None else pluralize(entry.images, "image")
     root = re.sub(rf"^{re.escape(str(Path.home()))}/", "~/", entry.root)
     about = "; ".join(filter(None, [root, images, entry.about]))
     return f"{_short(entry):30}{readable_size(entry.size):>10}  {used}  {about}".rstrip()

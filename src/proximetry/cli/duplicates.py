@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from proximetry._util.errors import counted, spaced
+from proximetry._util.errors import pluralize, spaced
 from proximetry.cli.inputs import open_gallery
 from proximetry.cli.options import (
     GALLERY,
@@ -37,7 +37,7 @@ def duplicates(
         "gallery": gallery,
         "images": len(opened),
         "threshold": round(result.threshold, 6),
-        "threshold_chosen": result.chosen or "given",
+        "threshold_source": result.threshold_source or "option",
         "groups": groups,
         "pairs": [
             {"ids": pair, "paths": [result.paths[i] for i in pair], "similarity": round(near, 6)}
@@ -46,18 +46,18 @@ def duplicates(
     }
     # Pairs are sorted, so the last one of a group is the least similar.
     least = {pair[0]: near for pair, near in pairs}
-    lines = [f"threshold: {result.chosen}"] if result.chosen else []
+    lines = [f"threshold: {result.threshold_source}"] if result.threshold_source else []
     for group, paths in zip(result.groups, groups, strict=True):
         near = min(least[int(one)] for one in group if int(one) in least)
         cosine = opened.similarity == "cosine"
         limit = f"cosine {near:.4f} or larger" if cosine else f"distance {-near:.4f} or smaller"
         lines += [f"{len(group)} images, {limit}", *(f"  {relative_path(path)}" for path in paths)]
     members = f"{spaced(sum(map(len, groups)))} of {spaced(len(opened))} images"
-    lines.append(f"{counted(len(groups), 'group')}, {members}")
+    lines.append(f"{pluralize(len(groups), 'group')}, {members}")
     if sheet is not None:
         from proximetry.search.sheet import group_sheet
 
-        shown = group_sheet(sheet, groups)
-        part = "" if shown == len(groups) else f" of the first {spaced(shown)} groups"
+        sheet_size = group_sheet(sheet, groups)
+        part = "" if sheet_size == len(groups) else f" of the first {spaced(sheet_size)} groups"
         lines.append(f"contact sheet{part}: {sheet}")
     print_result(as_json, document, "\n".join(lines))

@@ -103,7 +103,7 @@ def evaluate(
         raise UsageError(f"--expand requires cosine similarity, got {similarity}")
     skip, skipped = bad_images == "skip", list[str]()
     catalog: Any = open_images(name, path, columns, skip)  # without an embedder, of vectors
-    catalog, chosen = query_gallery.choose_split(catalog, split, data)
+    catalog, split_name = query_gallery.choose_split(catalog, split, data)
     dim = catalog.vectors.shape[1] if model is None else model.dim
     eval_dims = saved.eval_dims if eval_dims is None else eval_dims
     if eval_dims and max(eval_dims) >= dim:
@@ -143,7 +143,7 @@ def evaluate(
         "similarity": similarity,
         "dataset": name,
         "root": str(catalog.root),
-        "split": chosen,
+        "split": split_name,
         "images": len(catalog),
         "classes": len(catalog.class_names),
         **describe(scored, arguments, per_class=per_class, confusions=confusions),
@@ -228,8 +228,8 @@ def as_text(document: Mapping[str, Any], name: str) -> str:
     ]
     if intervals := document["intervals"]:
         bounds = {name: intervals[name] for name in _headline(intervals)}
-        shown = (f"{n} {100 * low:.1f}–{100 * high:.1f}" for n, (low, high) in bounds.items())
-        parts.append(f"{document['interval_method']}:\n  {', '.join(shown)}")
+        bounds_text = (f"{n} {100 * low:.1f}–{100 * high:.1f}" for n, (low, high) in bounds.items())
+        parts.append(f"{document['interval_method']}:\n  {', '.join(bounds_text)}")
     else:
         parts.append("No confidence intervals: all queries are of one class.")
     if "verification" in document:

@@ -90,7 +90,7 @@ class ProtocolOptions:
 
         from proximetry.faces import open_embedder
 
-        with processes(self.device) as world, progress_bar(title, shown=world.leads) as report:
+        with processes(self.device) as world, progress_bar(title, enabled=world.leads) as report:
             result = work(
                 open_embedder(embedder, self.input, world.device),
                 inputs,

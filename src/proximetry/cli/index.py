@@ -83,8 +83,8 @@ def index(
     missing, changed = set[str](), set[str]()
     for folder in map(os.path.expanduser, images):
         if exists and os.path.isdir(folder) and not is_milvus(gallery):
-            gone, newer = opened.outdated(folder)
-            missing.update(gone)
+            absent, newer = opened.outdated(folder)
+            missing.update(absent)
             changed.update(newer)
     skipped = list(map(str, opened.skipped))
     document = {

@@ -80,13 +80,13 @@ def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
     names = list_backbones(pattern if wild and pattern else f"*{pattern or ''}*")
     if not names:
         raise UsageError(f"no backbone has a name like {pattern!r}; try a shorter part of it")
-    listed = {name: about for name, about in known.items() if name in names}
+    matches = {name: about for name, about in known.items() if name in names}
     if pattern is not None or as_json:
-        listed |= {name: known.get(name, "") for name in names}
-    text = columns({name: [about] for name, about in listed.items()})
+        matches |= {name: known.get(name, "") for name in names}
+    text = columns({name: [about] for name, about in matches.items()})
     if pattern is None:
-        text += f"\n\nand {len(names) - len(listed)} more of timm: proximetry backbones 'resnet*'"
-    print_result(as_json, {name: {"about": about} for name, about in listed.items()}, text)
+        text += f"\n\nand {len(names) - len(matches)} more of timm: proximetry backbones 'resnet*'"
+    print_result(as_json, {name: {"about": about} for name, about in matches.items()}, text)
 
 
 def recipes(name: str | None = None, *, as_json: AsJson = False) -> None:
@@ -136,11 +136,11 @@ def datasets(
     if source is None:
         print_result(as_json, facts, columns({name: [str(info)] for name, info in known.items()}))
         return
-    name, place = resolve_source(source, root)
-    if place is None and not known[name].built_in:
+    name, folder = resolve_source(source, root)
+    if folder is None and not known[name].built_in:
         print_result(as_json, facts[name], wrap(str(known[name])))
         return
-    catalog = open_images(name, place, names, allow_missing=False)
+    catalog = open_images(name, folder, names, allow_missing=False)
     document = {
         "dataset": name,
         "root": str(catalog.root),
@@ -159,8 +159,8 @@ def metrics(*, as_json: AsJson = False) -> None:
     document, entries = {}, {}
     for field in dataclasses.fields(Metrics):
         about, default = field.metadata["help"], field.default
-        words = default if isinstance(default, tuple) else ["yes" if default else "no"]
+        values = default if isinstance(default, tuple) else ["yes" if default else "no"]
         document[field.name] = {"about": about, "default": default}
-        shown = " ".join(map(str, words)) or "none"
-        entries[f"--{field.name.replace('_', '-')}"] = [f"{about} [default: {shown}]"]
+        text = " ".join(map(str, values)) or "none"
+        entries[f"--{field.name.replace('_', '-')}"] = [f"{about} [default: {text}]"]
     print_result(as_json, document, columns(entries))

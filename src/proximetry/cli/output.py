@@ -60,17 +60,17 @@ def print_result(as_json: bool, document: Any, text: str, out: Path | None = Non
 
 
 @contextmanager
-def progress_bar(what: str, *, shown: bool = True) -> Iterator[Progress]:
+def progress_bar(title: str, *, enabled: bool = True) -> Iterator[Progress]:
     """Show a progress bar on a terminal."""
-    with progress_steps(shown=shown) as steps:
-        yield lambda done, total: steps(what, done, total)
+    with progress_steps(enabled=enabled) as steps:
+        yield lambda done, total: steps(title, done, total)
 
 
 @contextmanager
-def progress_steps(*, shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
+def progress_steps(*, enabled: bool = True) -> Iterator[Callable[[str, int, int], None]]:
     """Show a progress bar for several named steps, one after the other."""
-    if not shown or not sys.stderr.isatty():
-        yield lambda what, done, total: None
+    if not enabled or not sys.stderr.isatty():
+        yield lambda title, done, total: None
         return
     from rich.console import Console
     from rich.progress import Progress as Bar
@@ -78,12 +78,12 @@ def progress_steps(*, shown: bool = True) -> Iterator[Callable[[str, int, int], 
     with Bar(console=Console(stderr=True), transient=True) as bar:
         tasks: dict[str, Any] = {}
 
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
+        def show(title: str, done: int, total: int) -> None:
+            if title not in tasks:
                 for task in tasks.values():
                     bar.update(task, visible=False)
-                tasks[what] = bar.add_task(what, total=None)
-            bar.update(tasks[what], completed=done, total=total)
+                tasks[title] = bar.add_task(title, total=None)
+            bar.update(tasks[title], completed=done, total=total)
 
         yield show
 

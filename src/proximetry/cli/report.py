@@ -29,13 +29,13 @@ def report(
     """
     if not runs:
         raise UsageError("no run given. Give the folder of one, or of several to compare")
-    place = out or runs[0] / ("report.html" if len(runs) == 1 else "comparison.html")
+    target = out or runs[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     if out is not None or runs[0].is_dir():
-        check_out(place, [".html"])
+        check_out(target, [".html"])
     from proximetry.reports import write_report
 
     with progress_steps() as steps:
-        missing = write_report(runs, place, source=data, root=root, columns=columns, steps=steps)
+        missing = write_report(runs, target, source=data, root=root, columns=columns, steps=steps)
     for reason in missing:
         echo(f"missing: {reason}")
-    echo(f"report: {place}")
+    echo(f"report: {target}")

@@ -14,7 +14,7 @@ from typing import get_type_hints as type_hints
 
 from cyclopts import Group, Parameter, Token
 
-from proximetry._util.errors import shown, some
+from proximetry._util.errors import format_value, some
 from proximetry.cli.options import AsJson, ColumnPairs, Device, Flag
 from proximetry.cli.output import print_result, wrap
 from proximetry.data.datasets import list_datasets, not_found, resolve_source
@@ -217,7 +217,7 @@ def make_plan(
         recipe = Recipe.load(saved.to_dict(), merge(cache, changes, whole=False))
         now = recipe.essence()
         differing = [
-            f"{key} {shown(now[key])}" for key in now if before[key] not in (AUTO, now[key])
+            f"{key} {format_value(now[key])}" for key in now if before[key] not in (AUTO, now[key])
         ]
         lines += [f"settings of the run: {some(differing, 20)}"] if differing else []
     size = f", {recipe.model.image_size} px" if recipe.model.image_size else ""
@@ -244,7 +244,7 @@ def _find_images(source: str, changes: Mapping[str, Any]) -> tuple[str, str | No
     """Return the dataset and root of the first word, --data.dataset and --data.root."""
     data = merge({}, changes).get("data") or {}  # an empty section of a YAML file is None
     if not isinstance(data, Mapping):
-        raise RecipeError(f"data must be a section of keys, got {shown(data)}")
+        raise RecipeError(f"data must be a section of keys, got {format_value(data)}")
     dataset, root = data.get("dataset"), data.get("root")
     duplicate = f"--data.root {root}" if root is not None else None
     if source in list_datasets():

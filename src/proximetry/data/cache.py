@@ -392,9 +392,9 @@ def unreadable_images(
 def raise_unreadable(bad: Bad, total: int, policy: str) -> None:
     """Raise an ImageError about unreadable images, unless they are skipped."""
     if bad and (policy == "error" or len(bad) == total):
-        listed = some([f"{path}: {reason}" for path, reason in bad])
+        lines = some([f"{path}: {reason}" for path, reason in bad])
         hint = "; --data.bad-images skip excludes them" if len(bad) < total else ""
-        raise ImageError(f"{len(bad)} of {total} images cannot be read", listed + hint)
+        raise ImageError(f"{len(bad)} of {total} images cannot be read", lines + hint)
 
 
 def describe_copies(catalog: Catalog) -> list[str]:

@@ -47,7 +47,7 @@ _RECURRING = ("labels", "splits", "groups")
 _FLAGS = ("query", "gallery")
 # File names that are not UTF-8 have surrogates from U+DC80 to U+DCFF (surrogateescape).
 _NO_FILE_NAME = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
-_LISTED = 5  # problems in an error message
+_MAX_PROBLEMS = 5  # problems in an error message
 _PROGRESS_EVERY = 1000  # files
 
 
@@ -125,14 +125,14 @@ class Catalog:
     def subset(self, rows: Sequence[int] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Self:
         """Return rows, by number or by a mask, in this order."""
         picks = np.arange(len(self))[np.asarray(rows, dtype=None if len(rows) else np.int64)]
-        taken = {
+        new_fields = {
             name: values.take(picks)
             if isinstance(values, Column)
             else tuple(values[row] for row in picks.tolist())
             for name, values in self._columns().items()
         }
-        changes: dict[str, Any] = {"columns": {name: taken.pop(name) for name in self.columns}}
-        changes |= {FIELDS[name]: values for name, values in taken.items()}
+        changes: dict[str, Any] = {"columns": {name: new_fields.pop(name) for name in self.columns}}
+        changes |= {FIELDS[name]: values for name, values in new_fields.items()}
         if np.bincount(picks).max(initial=0) > 1:
             return replace(self, **changes)  # which reports them
         # Rows of a valid catalog need no validation.
@@ -159,8 +159,8 @@ class Catalog:
             if unknown := sorted(names - set(self.class_names)):
                 raise ValueError(f"no such class: {some([repr(u) for u in unknown])}")
             keep &= cast(Column, self.labels).isin(names)
-        wanted = {"split": split, "group": group, "query": query, "gallery": gallery}
-        for name, value in wanted.items():
+        conditions = {"split": split, "group": group, "query": query, "gallery": gallery}
+        for name, value in conditions.items():
             if value is not None:
                 if (column := getattr(self, FIELDS[name])) is None:
                     raise ValueError(f"this catalog has no {name} column to filter by")
@@ -215,9 +215,9 @@ class Catalog:
         codes = cast(Column, self.labels).codes
         rows = {split: cast(Column, self.splits).isin((split,)) for split in SPLITS}
         return {
-            split: np.bincount(codes[chosen], minlength=len(self.class_names))
-            for split, chosen in rows.items()
-            if chosen.any()
+            split: np.bincount(codes[mask], minlength=len(self.class_names))
+            for split, mask in rows.items()
+            if mask.any()
         }
 
     def _named(self, classes: npt.NDArray[np.bool_]) -> list[str]:
@@ -268,8 +268,8 @@ class Catalog:
         are the splits.
         """
         if isinstance(files, str | os.PathLike):
-            place = Path(files)
-            files = sorted(place.glob("*.tar")) if place.is_dir() else [place]
+            path = Path(files)
+            files = sorted(path.glob("*.tar")) if path.is_dir() else [path]
         root, scan = scan_shards([Path(file) for file in files])
         return cls(root=root, **scan._asdict())
 
@@ -408,10 +408,10 @@ def _check_files(catalog: Catalog, allow_missing: bool, progress: Progress | Non
             f"{len(missing)} of {total} images do not exist below {catalog.root}: {names}{hint}"
         )
     # Hard links are copies, which may be intended; paths to one file are not.
-    places: dict[str, int] = {}
+    first_rows: dict[str, int] = {}
     for i in repeated_rows(keys).tolist():
         file, member = split_shard_path(catalog.file(i))
-        first = places.setdefault(f"{os.path.realpath(file)}{SEPARATOR}{member}", i)
+        first = first_rows.setdefault(f"{os.path.realpath(file)}{SEPARATOR}{member}", i)
         if first != i:
             raise ValueError(
                 f"row {i + 1}, column path: {catalog.paths[i]!r} is the image of row {first + 1}, "
@@ -434,14 +434,14 @@ def _validate(catalog: Catalog) -> None:
     if (catalog.queries is None) != (catalog.galleries is None):
         raise ValueError("query and gallery come together: give both columns or neither")
     problems = list(_problems(catalog))
-    shown = [
+    lines = [
         f"row {row + 1}, column {column}: {catalog._columns()[column][row]!r} {problem}"
-        for row, column, problem in problems[:_LISTED]
+        for row, column, problem in problems[:_MAX_PROBLEMS]
     ]
-    if len(problems) > _LISTED:
-        shown.append(f"and {len(problems) - _LISTED} more")
-    if shown:
-        raise ValueError("; ".join(shown))
+    if len(problems) > _MAX_PROBLEMS:
+        lines.append(f"and {len(problems) - _MAX_PROBLEMS} more")
+    if lines:
+        raise ValueError("; ".join(lines))
 
 
 def _problems(catalog: Catalog) -> Iterator[tuple[int, str, str]]:

@@ -204,21 +204,21 @@ def _entries(
         ) from error
     folders, files = list[str](), list[str]()
     for entry in entries:
-        name, place = entry.name, "/".join((*parts, entry.name))
+        name, inner_path = entry.name, "/".join((*parts, entry.name))
         target = os.path.realpath(entry.path) if entry.is_symlink() else ""
         if os.path.isdir(entry.path) if target else entry.is_dir(follow_symlinks=False):
             if name.startswith(".") or name in _STRAY:
-                skipped.append(place)
+                skipped.append(inner_path)
             elif target and not outer:
-                skipped.append(f"{place} (a link to a folder)")
+                skipped.append(f"{inner_path} (a link to a folder)")
             elif target and os.path.commonpath([real, target]) in (real, target):
-                skipped.append(f"{place} (a link to {target})")
+                skipped.append(f"{inner_path} (a link to {target})")
             else:
                 folders.append(name)
         elif not name.startswith("."):
             inside = target.startswith(real + os.sep) and os.path.exists(entry.path)
             if inside and not outer:
-                skipped.append(f"{place} (a link to {target})")
+                skipped.append(f"{inner_path} (a link to {target})")
             else:
                 files.append(name)
     return folders, files
@@ -283,10 +283,10 @@ def scan_shards(files: Sequence[Path]) -> tuple[Path, Scan]:
     for file in files:
         relative = file.resolve().relative_to(root).as_posix()
         for member in shard_members(file):
-            place = PurePosixPath(member)
-            if is_image(place.name) and place.parent.name:
-                home = place.parent.parent.name
-                rows.append((f"{relative}{SEPARATOR}{member}", place.parent.name, home))
+            inner_path = PurePosixPath(member)
+            if is_image(inner_path.name) and inner_path.parent.name:
+                home = inner_path.parent.parent.name
+                rows.append((f"{relative}{SEPARATOR}{member}", inner_path.parent.name, home))
     if not rows:
         raise ValueError(f"{files[0]} holds no <class>/<image>, nor do the other shards")
     named = {_SPLITS.get(home.lower()) for _, _, home in rows}

@@ -64,33 +64,33 @@ def resample(
     pixels: Pixels, rows: Rows, windows: Windows, size: tuple[int, int], interpolation: str
 ) -> Tensor:
     """Return a uint8 batch [rows, 3, *size] on the device of the pixels."""
-    chosen = np.asarray(rows, dtype=np.int64)
-    _check(pixels, chosen, windows)
+    images = np.asarray(rows, dtype=np.int64)
+    _check(pixels, images, windows)
     device = pixels.flat.device
     steps = torch.maximum(windows.height * size[0], windows.width * size[1])
     kernel = _kernel() if device.type == "cuda" and (steps < _LARGEST).all() else None
     if kernel is None:
-        return _resample_each(pixels, chosen, windows, size, interpolation).to(device)
-    table = window_table(pixels, chosen, windows).pin_memory()
+        return _resample_each(pixels, images, windows, size, interpolation).to(device)
+    table = window_table(pixels, images, windows).pin_memory()
     # Nothing waits for the copy: the pinned memory is not used again before it is done.
     return kernel(pixels.flat, table.to(device, non_blocking=True), size, interpolation)
 
 
 def image_sizes(pixels: Pixels, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return the heights and widths of the given images."""
-    chosen = np.asarray(rows, dtype=np.int64)
-    if chosen.ndim != 1:
-        raise ValueError(f"rows must be a list of image numbers, got shape {chosen.shape}")
-    if not ((chosen >= 0) & (chosen < len(pixels))).all():
-        got = f"{chosen.min()} … {chosen.max()}"
+    images = np.asarray(rows, dtype=np.int64)
+    if images.ndim != 1:
+        raise ValueError(f"rows must be a list of image numbers, got shape {images.shape}")
+    if not ((images >= 0) & (images < len(pixels))).all():
+        got = f"{images.min()} … {images.max()}"
         raise ValueError(f"rows run from 0 to {len(pixels) - 1}, got {got}")
-    return torch.from_numpy(pixels.heights[chosen]), torch.from_numpy(pixels.widths[chosen])
+    return torch.from_numpy(pixels.heights[images]), torch.from_numpy(pixels.widths[images])
 
 
 def window_table(pixels: Pixels, rows: npt.NDArray[np.int64], windows: Windows) -> Tensor:
     """Return all that the kernel has to know, int64 [image, FIELDS of the kernel]."""
-    places = np.stack([pixels.offsets[rows], pixels.widths[rows]], axis=1)
-    return torch.cat([torch.from_numpy(places), windows.table()], dim=1)
+    locations = np.stack([pixels.offsets[rows], pixels.widths[rows]], axis=1)
+    return torch.cat([torch.from_numpy(locations), windows.table()], dim=1)
 
 
 @cache

@@ -125,9 +125,9 @@ class Streamed(Shuffled):
             sizes = np.minimum(self.n - order * self.run, self.run)
             begins = np.concatenate([[0], np.cumsum(sizes)])
             start = number * self.buffer
-            places = np.arange(start, min(start + self.buffer, self.n))
-            runs = np.searchsorted(begins, places, side="right") - 1
-            images = order[runs] * self.run + places - begins[runs]
+            positions = np.arange(start, min(start + self.buffer, self.n))
+            runs = np.searchsorted(begins, positions, side="right") - 1
+            images = order[runs] * self.run + positions - begins[runs]
             draw = np.random.default_rng([self.seed, _BUFFER, epoch, number])
             self._shuffled = epoch, number, draw.permutation(images)
         return self._shuffled[2]
@@ -214,11 +214,11 @@ class _Deck:
     def turn(self, number: int) -> Indices:
         """Return the items of one turn."""
         shuffle, begin = divmod(number * self._count, len(self._items))
-        taken = self._order(shuffle)[begin : begin + self._count]
-        while len(taken) < self._count:
+        items = self._order(shuffle)[begin : begin + self._count]
+        while len(items) < self._count:
             shuffle += 1
-            taken = np.concatenate([taken, self._order(shuffle)[: self._count - len(taken)]])
-        return taken
+            items = np.concatenate([items, self._order(shuffle)[: self._count - len(items)]])
+        return items
 
     def _order(self, shuffle: int) -> Indices:
         """Return the items as one shuffle has them."""

@@ -26,7 +26,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute  # type: ignore[import-untyped]
 import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
-from proximetry._util.errors import UsageError, closest, shown, some
+from proximetry._util.errors import UsageError, closest, format_value, some
 from proximetry._util.files import atomic_path
 from proximetry.data import FIELDS
 from proximetry.data.folders import open_file
@@ -85,10 +85,10 @@ class Column(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.array)
 
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return self.take(np.arange(len(self))[place])
-        value = self.array[range(len(self))[place]].as_py()
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.take(np.arange(len(self))[index])
+        value = self.array[range(len(self))[index]].as_py()
         return decode(value) if isinstance(value, bytes) else value
 
     def __iter__(self) -> Iterator[Any]:
@@ -108,7 +108,7 @@ class Column(Sequence[Any]):
         return (*self, *other)
 
     def __repr__(self) -> str:
-        return shown(tuple(islice(self, 13)))
+        return format_value(tuple(islice(self, 13)))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         if pa.types.is_dictionary(self.array.type):
@@ -145,8 +145,8 @@ def coded(texts: Sequence[str], codes: npt.NDArray[Any] | None = None) -> Column
     else:
         used = dict.fromkeys(texts[i] for i in np.flatnonzero(np.bincount(codes)).tolist())
     names = sorted(used, key=int if all(map(_WHOLE_NAME.fullmatch, used)) else None)
-    places = {name: i for i, name in enumerate(names)}
-    indices = np.fromiter((places.get(text, -1) for text in texts), np.int32, len(texts))
+    code_of = {name: i for i, name in enumerate(names)}
+    indices = np.fromiter((code_of.get(text, -1) for text in texts), np.int32, len(texts))
     indices = indices if codes is None else indices[codes]
     return Column(pa.DictionaryArray.from_arrays(pa.array(indices), encode(names)))
 
@@ -322,14 +322,16 @@ def _match_columns(
     mapping = dict(columns or {})
     for field, name in mapping.items():
         if field not in FIELDS:
-            raise UsageError(f"data.columns: there is no {shown(field)}{closest(field, FIELDS)}")
+            raise UsageError(
+                f"data.columns: there is no {format_value(field)}{closest(field, FIELDS)}"
+            )
         if name not in names:
             raise ValueError(
-                f"{file}: there is no column {shown(name)} to be the {field}; it has "
+                f"{file}: there is no column {format_value(name)} to be the {field}; it has "
                 f"{', '.join(names)}. Set --data.columns {field}=COLUMN."
             )
         if list(mapping.values()).count(name) > 1:
-            raise UsageError(f"data.columns: the column {shown(name)} can be one thing only")
+            raise UsageError(f"data.columns: the column {format_value(name)} can be one thing only")
     for name in names:
         if names.count(name) > 1 and name:
             raise ValueError(f"{file}: duplicate column {name!r}")
@@ -363,11 +365,11 @@ def _to_fields(
             "name."
         )
     for name in ("query", "gallery"):
-        words = values.get(name)
-        if isinstance(words, Column):
+        texts = values.get(name)
+        if isinstance(texts, Column):
             # Other words stay, and Catalog reports them.
-            flags = [_FLAGS.get(word.strip().lower(), word) for word in words.distinct]
-            values[name] = pack(flags[code] for code in words.codes.tolist())
+            flags = [_FLAGS.get(word.strip().lower(), word) for word in texts.distinct]
+            values[name] = pack(flags[code] for code in texts.codes.tolist())
     values.setdefault("split", coded(("all",), np.zeros(len(labels), np.int64)))
     unused = [name for name in names if name and name not in columns]
     return {

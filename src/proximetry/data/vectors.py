@@ -41,8 +41,8 @@ class VectorCatalog(Catalog):
 
     def subset(self, rows: Sequence[int] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Self:
         """Return rows, by number or by a mask, in this order."""
-        chosen = np.asarray(rows, dtype=None if len(rows) else np.int64)
-        return replace(super().subset(rows), vectors=self.vectors[chosen])
+        index = np.asarray(rows, dtype=None if len(rows) else np.int64)
+        return replace(super().subset(rows), vectors=self.vectors[index])
 
     @property
     def has_paths(self) -> bool:
@@ -127,15 +127,15 @@ class VectorCatalog(Catalog):
 
         Arrays and columns may also be called `embedding(s)` and `class`, `target(s)` or `y`.
         """
-        place = Path(file)
+        path = Path(file)
         try:
-            vectors, fields = _READERS[place.suffix.lower()](place)
+            vectors, fields = _READERS[path.suffix.lower()](path)
         except KeyError:
-            raise UsageError(f"{place} must end in {', '.join(SUFFIXES)}") from None
+            raise UsageError(f"{path} must end in {', '.join(SUFFIXES)}") from None
         except FileNotFoundError:
-            raise UsageError(f"there is no file {place}") from None
+            raise UsageError(f"there is no file {path}") from None
         labels = fields.pop("labels", None)
-        return cls.from_arrays(vectors, labels, source=str(place), **fields)
+        return cls.from_arrays(vectors, labels, source=str(path), **fields)
 
 
 def rows_file(file: Path) -> Path:

@@ -187,12 +187,12 @@ def decode(outputs: Sequence[Sequence[Floats]], width: int) -> Floats:
     """
     parts = []
     for stride, (scores, boxes, points) in zip(STRIDES, outputs, strict=True):
-        chosen = np.flatnonzero(scores[:, 0] >= SCORE)
-        row, column = np.divmod(chosen // ANCHORS, width // stride)
+        anchors = np.flatnonzero(scores[:, 0] >= SCORE)
+        row, column = np.divmod(anchors // ANCHORS, width // stride)
         center = np.stack([column, row], 1).astype(np.float32) * stride
-        low, high = boxes[chosen, :2] * stride, boxes[chosen, 2:] * stride
-        five = np.tile(center, 5) + points[chosen] * stride
-        parts.append(np.concatenate([scores[chosen], center - low, center + high, five], 1))
+        low, high = boxes[anchors, :2] * stride, boxes[anchors, 2:] * stride
+        five = np.tile(center, 5) + points[anchors] * stride
+        parts.append(np.concatenate([scores[anchors], center - low, center + high, five], 1))
     return _select(np.concatenate(parts))
 
 

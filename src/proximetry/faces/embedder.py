@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from proximetry._util.errors import UsageError, closest, shown
+from proximetry._util.errors import UsageError, closest, format_value
 from proximetry._util.files import read_text
 from proximetry._util.machine import resolve_device
 from proximetry.data.images import ImageError, image_size
@@ -119,7 +119,7 @@ def _open_onnx(path: Path, contract: str | None, device: torch.device) -> FaceEm
         raise UsageError(
             f"{path} takes {described(inputs)}. Expected float images [batch, 3, height, width]"
         )
-    description, place = _read_contract(path, contract)
+    description, origin = _read_contract(path, contract)
     output = description.output or (outputs[0] if len(outputs) == 1 else None)
     if output not in outputs:
         raise UsageError(
@@ -131,7 +131,7 @@ def _open_onnx(path: Path, contract: str | None, device: torch.device) -> FaceEm
     if description.model_fields_set <= {"output"} and metadata.get("proximetry") == "embedder":
         preprocessing, flip_tta = _exported(metadata)
     else:
-        preprocessing = _preprocessing(description, place, shape[2:])
+        preprocessing = _preprocessing(description, origin, shape[2:])
 
     def run(pixels: Array) -> Array:
         return np.asarray(session.run([output], {name: pixels.astype(_TYPES[kind])})[0])
@@ -158,25 +158,25 @@ def _read_contract(path: Path, contract: str | None) -> tuple[_Contract, str]:
     beside = path.with_suffix(".json")
     if contract is None and not beside.is_file():
         return _Contract(), "the default"
-    place, text = "--input", contract or ""
+    origin, text = "--input", contract or ""
     if not text.lstrip().startswith("{"):
-        place, text = str(contract or beside), read_text(Path(contract or beside), limit=2**20)
+        origin, text = str(contract or beside), read_text(Path(contract or beside), limit=2**20)
     try:
-        return _Contract.model_validate_json(text, strict=True), place
+        return _Contract.model_validate_json(text, strict=True), origin
     except ValidationError as error:
         first = error.errors()[0]
         key = "".join(map(str, first["loc"][:1]))
         message = first["msg"].replace("Input should", "must")
-        reason = f"{key} {message}, got {shown(first['input'])}"
+        reason = f"{key} {message}, got {format_value(first['input'])}"
         if first["type"] == "extra_forbidden":
             reason = f"unknown key {key!r}{closest(key, _Contract.model_fields)}"
-        raise UsageError(f"{place}: {reason.strip()}") from error
+        raise UsageError(f"{origin}: {reason.strip()}") from error
 
 
-def _preprocessing(contract: _Contract, place: str, shape: Sequence[Any]) -> Preprocessing:
+def _preprocessing(contract: _Contract, origin: str, shape: Sequence[Any]) -> Preprocessing:
     low, high = contract.range
     if low >= high:
-        raise UsageError(f"{place}: range must be [low, high], got {[low, high]}")
+        raise UsageError(f"{origin}: range must be [low, high], got {[low, high]}")
     free = [side if isinstance(side, int) else _SIDE for side in shape]
     crop = np.broadcast_to(free if contract.size is None else contract.size, 2).tolist()
     mean = (low + high) / 2 if contract.mean is None else contract.mean
@@ -192,14 +192,14 @@ def _preprocessing(contract: _Contract, place: str, shape: Sequence[Any]) -> Pre
             interpolation="bilinear",
         )
     except ValueError as error:
-        raise UsageError(f"{place}: {error}") from error
+        raise UsageError(f"{origin}: {error}") from error
 
 
 def _exported(metadata: Mapping[str, str]) -> tuple[Preprocessing, bool]:
     """Read the metadata of `proximetry export`: normalization is part of the graph."""
     before = json.loads(metadata["preprocessing"])
-    kept = {key: before[key] for key in ("resize", "crop", "interpolation")}
-    preprocessing = Preprocessing(**kept, mean=(0.0,) * 3, std=(1.0,) * 3, scale=1.0)
+    settings = {key: before[key] for key in ("resize", "crop", "interpolation")}
+    preprocessing = Preprocessing(**settings, mean=(0.0,) * 3, std=(1.0,) * 3, scale=1.0)
     return preprocessing, bool(json.loads(metadata["architecture"])["flip_tta"])
 
 

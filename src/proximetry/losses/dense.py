@@ -74,14 +74,14 @@ def dense(problem: Problem) -> Parts:
     """Compute a problem from the whole [B, C] array of similarities, in plain autograd."""
     s, _ = cosines(problem.x, problem.proxies)
     S = reduce_proxies(s, problem.form.similarity, problem.gamma)
-    own = problem.labels.unsqueeze(1)
-    positive = S.gather(1, own).squeeze(1)
+    label_column = problem.labels.unsqueeze(1)
+    positive = S.gather(1, label_column).squeeze(1)
     scale = problem.scale
     factor = scale.unsqueeze(1) if isinstance(scale, Tensor) else scale
     offset: float | Tensor = problem.offset
     if problem.log_weights is not None:
         offset = (problem.log_weights + offset).unsqueeze(1)
-    z = (factor * S + offset).scatter(1, own, -torch.inf)
+    z = (factor * S + offset).scatter(1, label_column, -torch.inf)
     if problem.form.by == "sample":
         return Parts(positive, z.logsumexp(1), S.sum(1) if problem.smoothed else None)
     push = softplus(z.logsumexp(0))

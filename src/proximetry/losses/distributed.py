@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from proximetry._util.errors import shown
+from proximetry._util.errors import format_value
 from proximetry._util.tensors import gather_rows
 from proximetry.losses.base import Weights, labels_like, sample_weights
 
@@ -30,7 +30,7 @@ class Gathered(nn.Module):
     def __init__(self, loss: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         if not isinstance(loss, nn.Module):
-            raise ValueError(f"gathered takes a loss module, got {shown(loss)}")
+            raise ValueError(f"gathered takes a loss module, got {format_value(loss)}")
         self.loss, self.group = loss, group
         self._shared = False
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from proximetry._util.errors import closest, need, shown
+from proximetry._util.errors import closest, format_value, need
 from proximetry._util.tensors import rescale
 from proximetry.losses.base import IGNORED, Labels, check_labels
 from proximetry.losses.settings import (
@@ -150,11 +150,11 @@ class PairLoss(FullPrecision):
     ) -> None:
         super().__init__()
         if not isinstance(miner, nn.Module | None):
-            raise ValueError(f"miner must be a miner object, got {shown(miner)}")
+            raise ValueError(f"miner must be a miner object, got {format_value(miner)}")
         if not isinstance(loss, nn.Module) and loss not in PAIR_LOSSES:
             raise ValueError(
-                f"pair loss unknown: {shown(loss)}{closest(str(loss), PAIR_LOSSES)}. Pass other "
-                "losses of pytorch-metric-learning as objects."
+                f"pair loss unknown: {format_value(loss)}{closest(str(loss), PAIR_LOSSES)}. Pass "
+                "other losses of pytorch-metric-learning as objects."
             )
         if hasattr(loss, "embedding_memory"):
             raise ValueError("the loss is a CrossBatchMemory. Pass its loss, memory= and dim=.")

@@ -115,13 +115,13 @@ class CenterLoss(_Term):
     def forward(self, embeddings: Tensor, labels: Labels) -> Tensor:
         """Return the term of a batch, and in training mode move the centers."""
         with torch.autocast(embeddings.device.type, enabled=False):
-            labels, counted = _valid_labels(embeddings, labels, self.centers)
+            labels, valid = _valid_labels(embeddings, labels, self.centers)
             away = embeddings.to(self.centers.dtype) - self.centers[labels]
-            away = away.masked_fill((counted == 0).unsqueeze(1), 0.0)
-            loss = self.weight * 0.5 * weighted_mean(away.square().sum(1), counted)
+            away = away.masked_fill((valid == 0).unsqueeze(1), 0.0)
+            loss = self.weight * 0.5 * weighted_mean(away.square().sum(1), valid)
             if self.training:
                 sums = add_rows_(torch.zeros_like(self.centers), labels, away.detach())
-                members = add_rows_(sums.new_zeros(len(sums), 1), labels, counted.unsqueeze(1))
+                members = add_rows_(sums.new_zeros(len(sums), 1), labels, valid.unsqueeze(1))
                 step = self.rate * sums / (1 + members)
                 # A batch with NaN would spoil the centers forever.
                 self.centers.add_(step.masked_fill(~torch.isfinite(loss.detach()), 0.0))
@@ -139,11 +139,11 @@ class AngularCenterLoss(_Term):
         """Return the term of a batch, for proxies [C, K, D] or [C, D]."""
         centers = _weight_of(proxies)
         with torch.autocast(embeddings.device.type, enabled=False):
-            labels, counted = _valid_labels(embeddings, labels, centers)
+            labels, valid = _valid_labels(embeddings, labels, centers)
             targets = centers[labels].reshape(len(labels), -1, centers.shape[-1])
-            x = embeddings.to(centers.dtype).masked_fill((counted == 0).unsqueeze(1), 0.0)
+            x = embeddings.to(centers.dtype).masked_fill((valid == 0).unsqueeze(1), 0.0)
             cosine = (l2_normalize(targets)[0] @ l2_normalize(x)[0].unsqueeze(2)).amax((1, 2))
-            return self.weight * weighted_mean(1.0 - cosine, counted)
+            return self.weight * weighted_mean(1.0 - cosine, valid)
 
 
 class QuantizationLoss(_Term):

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 
 from torch import Tensor, nn
 
-from proximetry._util.errors import UsageError, closest, is_whole, shown
+from proximetry._util.errors import UsageError, closest, format_value, is_whole
 
 #: Larger settings, or positive ones below its inverse, overflow float32 in a loss.
 LARGEST = 1e30
@@ -110,7 +110,7 @@ LOSS_SETTINGS: dict[str, dict[str, Setting]] = {}
 def loss_settings(name: str) -> dict[str, Setting]:
     """Return the settings of a loss by name: a proxy loss or ``"pairs/<name>"``."""
     if name not in LOSS_SETTINGS:
-        raise UsageError(f"unknown loss {shown(name)}{closest(name, LOSS_SETTINGS)}")
+        raise UsageError(f"unknown loss {format_value(name)}{closest(name, LOSS_SETTINGS)}")
     return LOSS_SETTINGS[name]
 
 

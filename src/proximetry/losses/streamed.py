@@ -142,11 +142,11 @@ class _Tiled:
 
     def positive(self) -> Tensor:
         """Return each sample's similarity to its own class [B]."""
-        return reduce_proxies(self._own()[2], *self.reduction)
+        return reduce_proxies(self._positives()[2], *self.reduction)
 
     def add_positive(self, into: _Gradients, grad: Tensor) -> None:
         """Add the gradients through the similarities to the own class."""
-        w, inverse, s = self._own()
+        w, inverse, s = self._positives()
         S = reduce_proxies(s, *self.reduction)
         g = spread_gradient(grad, s, S, *self.reduction) * inverse  # [K, B]
         if into.x is not None:
@@ -156,7 +156,7 @@ class _Tiled:
             pull -= (g * s * inverse).T.unsqueeze(2) * w
             add_rows_(into.proxies, self.labels, pull)
 
-    def _own(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _positives(self) -> tuple[Tensor, Tensor, Tensor]:
         w = self.proxies[self.labels]  # [B, K, D]
         inverse = inverse_length(w)[0].T  # [K, B]
         return w, inverse, torch.einsum("bd,bkd->kb", self.x, w) * inverse

@@ -227,25 +227,25 @@ def _initial_centers(rows: Tensor, clusters: int, generator: torch.Generator) ->
     """Choose k-means++ centers among the rows, each the best of several draws."""
     trials = 2 + int(math.log(clusters))  # as in scikit-learn
     squares = rows.square().sum(1)
-    chosen = torch.randint(len(rows), (1,), generator=generator, device="cpu").tolist()
-    distances = _squared_distances(rows, squares, torch.tensor(chosen, device=rows.device))[0]
-    while len(chosen) < clusters:
+    centers = torch.randint(len(rows), (1,), generator=generator, device="cpu").tolist()
+    distances = _squared_distances(rows, squares, torch.tensor(centers, device=rows.device))[0]
+    while len(centers) < clusters:
         cumulative = distances.double().cpu().cumsum(0)
         uniform = torch.rand(trials, dtype=torch.float64, generator=generator, device="cpu")
-        drawn = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True)
-        drawn = drawn.clamp_(max=len(rows) - 1).to(rows.device)
+        candidates = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True)
+        candidates = candidates.clamp_(max=len(rows) - 1).to(rows.device)
         # The squared distance of every row to its nearest center if a drawn row is added.
-        remaining = torch.minimum(_squared_distances(rows, squares, drawn), distances)
+        remaining = torch.minimum(_squared_distances(rows, squares, candidates), distances)
         best = remaining.sum(1, dtype=torch.float64).argmin()
-        chosen.append(int(drawn[best]))
+        centers.append(int(candidates[best]))
         distances = remaining[best]
-    return rows[chosen]
+    return rows[centers]
 
 
-def _squared_distances(rows: Tensor, squares: Tensor, chosen: Tensor) -> Tensor:
+def _squared_distances(rows: Tensor, squares: Tensor, centers: Tensor) -> Tensor:
     """Return the squared distances of the chosen rows to all rows."""
-    products = torch.addmm(squares, rows[chosen], rows.T, alpha=-2).add_(squares[chosen, None])
-    return products.clamp_(min=0).scatter_(1, chosen[:, None], 0)
+    products = torch.addmm(squares, rows[centers], rows.T, alpha=-2).add_(squares[centers, None])
+    return products.clamp_(min=0).scatter_(1, centers[:, None], 0)
 
 
 def _distances(rows: Tensor, centers: Tensor, assigned: Tensor) -> Tensor:

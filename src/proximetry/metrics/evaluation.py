@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from proximetry._util.errors import shown
+from proximetry._util.errors import format_value
 from proximetry._util.labels import Labels
 from proximetry._util.machine import by_device
 from proximetry._util.tensors import binary_codes, chunks
@@ -257,8 +257,8 @@ def evaluate(
         if rerank:
             reorder, count = by_k_reciprocity(task, progress), RERANKED
         elif candidates:
-            own = vectors[1] if len(sets) == 2 else vectors[0][share]
-            reorder = by_vectors(own, vectors[0], similarity)
+            query_vectors = vectors[1] if len(sets) == 2 else vectors[0][share]
+            reorder = by_vectors(query_vectors, vectors[0], similarity)
         evaluation = _score_task(task, metrics, group, progress, reorder, count)
         whole, verification = {}, None
         if metrics.clustering:
@@ -291,7 +291,7 @@ def _check_options(
 def _check_metrics(metrics: Metrics) -> None:
     if not isinstance(metrics, Metrics):
         raise ValueError(
-            f"metrics must be a Metrics object, got {shown(metrics)}. "
+            f"metrics must be a Metrics object, got {format_value(metrics)}. "
             "Pass for example metrics=Metrics(recall_at=(1, 10))."
         )
 

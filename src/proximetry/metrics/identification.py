@@ -134,25 +134,25 @@ def identify(
     limit = allowed_accepts(max(far), len(trials.left) * total) if total and far else math.inf
     with full_precision(trials.left.device):
         tiles = trials.gallery_tiles(group) if distractors is None else trials.tiles(distractors)
-        report = None if progress is None else lambda seen: progress(seen, total)
+        report = None if progress is None else lambda done: progress(done, total)
         compare = partial(trials.compare, tiles, limit if far else -1, report)
-        outranked, accepted, seen, impostors = together(compare, group)
+        outranked, accepted, done, impostors = together(compare, group)
     if group is not None:
-        shares = gather_objects((seen, impostors), group)
-        seen, impostors = (sum(share) for share in zip(*shares, strict=True))
+        shares = gather_objects((done, impostors), group)
+        done, impostors = (sum(share) for share in zip(*shares, strict=True))
         for counts in (outranked, accepted):
             dist.all_reduce(counts, group=group)
-    if not seen:
+    if not done:
         raise ValueError("distractors is empty. Omit it to use the gallery instead.")
-    places = trials.ranks(outranked)
+    probe_ranks = trials.ranks(outranked)
     allowed = {rate: allowed_accepts(rate, impostors) for rate in far}
     accepts = _from_each(accepted)
     return Identification(
         trials.probe.cpu().numpy(),
         trials.mate.cpu().numpy(),
-        places,
-        {k: float(np.mean(places <= k)) for k in ranks},
-        seen,
+        probe_ranks,
+        {k: float(np.mean(probe_ranks <= k)) for k in ranks},
+        done,
         int((trials.mates == 0).sum()),
         impostors,
         {rate: float((accepts <= most).double().mean()) for rate, most in allowed.items() if most},
@@ -252,8 +252,8 @@ class _Trials:
         seen = impostors = 0
         for others, at in tiles:
             seen += len(others)
-            counted = thresholds[_from_each(accepted) <= limit]
-            lowest = float(counted[0]) if len(counted) else torch.inf
+            valid = thresholds[_from_each(accepted) <= limit]
+            lowest = float(valid[0]) if len(valid) else torch.inf
             for rows in chunks(len(self.left), by_device(self.device, **_PROBES)):
                 scores = self.left[rows] @ others.T
                 impostors += scores.numel()

@@ -74,14 +74,14 @@ def read_pairs(path: str | os.PathLike[str]) -> PairList:
             f"{path}: the first line announces {folds} × 2 × {each} = {2 * folds * each} pairs, "
             f"the file has {len(lines) - 1}"
         )
-    places: dict[tuple[str, int], int] = {}
+    numbers: dict[tuple[str, int], int] = {}
     pairs = []
     for at, (number, line) in enumerate(lines[1:]):
         images = _pair(f"{path}, line {number}", line, same=at % (2 * each) < each)
-        pairs.append([places.setdefault(image, len(places)) for image in images])
+        pairs.append([numbers.setdefault(image, len(numbers)) for image in images])
     index = np.arange(len(pairs))
     return PairList(
-        tuple(places),
+        tuple(numbers),
         np.array(pairs, np.int64),
         index % (2 * each) < each,
         index // (2 * each),
@@ -89,20 +89,20 @@ def read_pairs(path: str | os.PathLike[str]) -> PairList:
     )
 
 
-def _pair(place: str, line: str, *, same: bool) -> tuple[tuple[str, int], tuple[str, int]]:
+def _pair(where: str, line: str, *, same: bool) -> tuple[tuple[str, int], tuple[str, int]]:
     fields = [f.strip() for f in line.split("\t")] if "\t" in line else line.split()
     shape = "'name i j' (same person)" if same else "'name1 i name2 j' (different people)"
     if len(fields) != (3 if same else 4):
-        raise ValueError(f"{place}: expected {shape} here, got {line!r}")
+        raise ValueError(f"{where}: expected {shape} here, got {line!r}")
     first, i, second, j = (fields[0], fields[1], fields[0], fields[2]) if same else fields
     for value in (i, j):
         if not value.isdecimal() or int(value) < 1:
             raise ValueError(
-                f"{place}: invalid image number {value!r} in {line!r}; expected {shape}"
+                f"{where}: invalid image number {value!r} in {line!r}; expected {shape}"
             )
     if (first == second) != same or (same and int(i) == int(j)):
         what = "an image with itself" if same else "a person with themselves as different people"
-        raise ValueError(f"{place}: {line!r} compares {what}")
+        raise ValueError(f"{where}: {line!r} compares {what}")
     return (first, int(i)), (second, int(j))
 
 
@@ -145,37 +145,41 @@ def draw_pairs(labels: Labels, pairs: int = 6000, folds: int = 10, seed: int = 0
     folds = min(folds, several)
     each = max(1, pairs // (2 * folds))
     across = draw.permutation(list(combinations(order, 2))) if few else order[:0]
-    drawn: list[IntArray] = []
+    drawn_pairs: list[IntArray] = []
     for fold in range(folds):
         inside = order[fold::folds]
         able = [c for c in inside if len(members[c]) > 1]
         if few:
-            drawn += _rows_of_classes(draw, members, [(c, c) for c in able], each)
-            drawn += _rows_of_classes(draw, members, across[fold::folds], each)
+            drawn_pairs += _rows_of_classes(draw, members, [(c, c) for c in able], each)
+            drawn_pairs += _rows_of_classes(draw, members, across[fold::folds], each)
             continue
         for _ in range(each):
-            drawn.append(draw.choice(members[able[draw.integers(len(able))]], 2, replace=False))
+            drawn_pairs.append(
+                draw.choice(members[able[draw.integers(len(able))]], 2, replace=False)
+            )
         for _ in range(each):
             first, second = inside[draw.choice(len(inside), 2, replace=False)]
-            drawn.append(np.array([draw.choice(members[first]), draw.choice(members[second])]))
-    number = np.arange(len(drawn))
-    return DrawnPairs(np.stack(drawn), number % (2 * each) < each, number // (2 * each))
+            drawn_pairs.append(
+                np.array([draw.choice(members[first]), draw.choice(members[second])])
+            )
+    number = np.arange(len(drawn_pairs))
+    return DrawnPairs(np.stack(drawn_pairs), number % (2 * each) < each, number // (2 * each))
 
 
 def _rows_of_classes(
     draw: np.random.Generator, members: Sequence[IntArray], classes: Any, count: int
 ) -> list[IntArray]:
     """Draw pairs of rows evenly from pairs of classes; without replacement if there are enough."""
-    drawn: list[IntArray] = []
+    drawn_pairs: list[IntArray] = []
     for number, (a, b) in enumerate(classes):
         share = len(range(number, count, len(classes)))
         width = len(members[b]) - (a == b)
         total = len(members[a]) * width
-        chosen = np.resize(draw.choice(total, min(share, total), replace=False), share)
-        first, second = np.divmod(chosen, width)
+        sample = np.resize(draw.choice(total, min(share, total), replace=False), share)
+        first, second = np.divmod(sample, width)
         second += (a == b) & (second >= first)  # no row with itself
-        drawn += [*np.stack([members[a][first], members[b][second]], axis=1)]
-    return drawn
+        drawn_pairs += [*np.stack([members[a][first], members[b][second]], axis=1)]
+    return drawn_pairs
 
 
 def verify_classes(
@@ -188,9 +192,9 @@ def verify_classes(
     seed: int = 0,
 ) -> Verification:
     """Verification on labeled embeddings, with pairs from `draw_pairs`."""
-    drawn = draw_pairs(labels, pairs, folds, seed)
-    values = pair_similarities(embeddings, drawn.pairs, similarity=similarity)
-    return verify(values, drawn.same, folds=drawn.folds)
+    sample = draw_pairs(labels, pairs, folds, seed)
+    values = pair_similarities(embeddings, sample.pairs, similarity=similarity)
+    return verify(values, sample.same, folds=sample.folds)
 
 
 def pair_similarities(

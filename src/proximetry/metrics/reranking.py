@@ -225,9 +225,9 @@ def by_k_reciprocity(task: Task, progress: Progress | None) -> Reorder:
         scores = torch.full(ids.shape, -torch.inf, dtype=torch.float32, device=ids.device)
         counts = (ids >= 0).sum(1)
         for count in set(counts.tolist()):  # a list may end early
-            places = (counts == count).nonzero()[:, 0]
+            matching_rows = (counts == count).nonzero()[:, 0]
             size = by_device(ids.device, **_RERANKED_ENTRIES) // (count + 1) ** 2
-            for part in places.split(max(1, size)):
+            for part in matching_rows.split(max(1, size)):
                 near = gallery[ids[part, :count]]
                 items = torch.cat([queries[rows[part], None], near], dim=1).double()
                 distances = _k_reciprocal(items, 1, K1, K2, WEIGHT)

@@ -115,13 +115,13 @@ class RetrievalResult:
         """Return the result of some queries: an index, a slice, a list or a mask."""
         # NumPy would make floats of an empty list.
         index = queries if isinstance(queries, slice | list) else np.asarray(queries)
-        chosen = np.atleast_1d(np.arange(len(self))[index])
+        rows = np.atleast_1d(np.arange(len(self))[index])
         return replace(
             self,
-            ids=self.ids[chosen],
-            similarities=self.similarities[chosen],
-            query_codes=None if self.query_codes is None else self.query_codes[chosen],
-            positives=None if self.positives is None else self.positives[chosen],
+            ids=self.ids[rows],
+            similarities=self.similarities[rows],
+            query_codes=None if self.query_codes is None else self.query_codes[rows],
+            positives=None if self.positives is None else self.positives[rows],
         )
 
     def top(self, k: int) -> RetrievalResult:
@@ -143,13 +143,13 @@ class RetrievalResult:
         lines = [repr(self)]
         labeled = self.classes is not None
         for query in range(min(len(self), 5)):
-            shown, cells = self[query].top(min(self.k, 6)), []
-            for place in np.flatnonzero(shown.ids[0] >= 0):
-                cell = f"{shown.ids[0, place]}"
+            nearest, cells = self[query].top(min(self.k, 6)), []
+            for rank in np.flatnonzero(nearest.ids[0] >= 0):
+                cell = f"{nearest.ids[0, rank]}"
                 if labeled:
-                    cell += f":{shown.labels[0, place]}{'*' if shown.hits[0, place] else ''}"
-                cells.append(f"{cell} {shown.similarities[0, place]:.3f}")
-            name = shown.query_labels[0] if labeled else query
+                    cell += f":{nearest.labels[0, rank]}{'*' if nearest.hits[0, rank] else ''}"
+                cells.append(f"{cell} {nearest.similarities[0, rank]:.3f}")
+            name = nearest.query_labels[0] if labeled else query
             lines.append(f"  {name} → " + ", ".join(cells))
         if len(self) > 5:
             lines.append(f"  … and {len(self) - 5} more queries")
@@ -246,5 +246,7 @@ def retrieve(
             "classes": task.classes,
             "positives": task.positives().cpu().numpy(),
         }
-    own = task.self_index is not None
-    return RetrievalResult(ids, similarities, len(task.gallery), similarity, own, **arrays)
+    excludes_self = task.self_index is not None
+    return RetrievalResult(
+        ids, similarities, len(task.gallery), similarity, excludes_self, **arrays
+    )

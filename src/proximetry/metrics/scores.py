@@ -151,14 +151,14 @@ class Metrics:
 
     def scores(self) -> list[Score]:
         """The scores that each query gets."""
-        chosen: list[Score] = []
+        selection: list[Score] = []
         for score in _SCORES:
             value = getattr(self, score.field)
             if isinstance(value, tuple):
-                chosen += [score._replace(name=f"{score.name}@{k}", k=k) for k in value]
+                selection += [score._replace(name=f"{score.name}@{k}", k=k) for k in value]
             elif value:
-                chosen.append(score)
-        return chosen
+                selection.append(score)
+        return selection
 
     def names(self) -> list[str]:
         """Every key of the result, in the order in which they are reported."""

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from proximetry._util.errors import shown
+from proximetry._util.errors import format_value
 from proximetry.models.constants import (
     LARGEST_BITS,
     LARGEST_DIM,
@@ -19,7 +19,7 @@ class Architecture:
     """Settings of an embedder's network; see `Embedder.create`.
 
     Attributes:
-        backbone: a name of timm, "vectors", "vectors_mlp", or "own:" and the class of a module
+        backbone: a name of timm, "vectors", "vectors_mlp", or "custom:" and the class of a module
             passed to `Embedder.wrap`.
         dim: dimension of the linear head; 0 means no head.
         pooling: never "auto" in an embedder.
@@ -42,9 +42,9 @@ class Architecture:
             value = getattr(self, name)
             if type(value) is not type(known[0]) or value not in known:
                 names = ", ".join(map(repr, known))
-                raise ValueError(f"{name} must be one of {names}, got {shown(value)}")
+                raise ValueError(f"{name} must be one of {names}, got {format_value(value)}")
         if type(self.dim) is not int or not 0 <= self.dim <= LARGEST_DIM:
-            raise ValueError(f"dim must be from 0 to {LARGEST_DIM}, got {shown(self.dim)}")
+            raise ValueError(f"dim must be from 0 to {LARGEST_DIM}, got {format_value(self.dim)}")
         crops = self.tta_crops
         if (
             not isinstance(crops, list | tuple)
@@ -53,7 +53,7 @@ class Architecture:
         ):
             raise ValueError(
                 f"tta_crops must be at most {MOST_TTA_CROPS} numbers between 0 and 1, such as "
-                f"[0.875], got {shown(crops)}"
+                f"[0.875], got {format_value(crops)}"
             )
         object.__setattr__(self, "tta_crops", tuple(crops))  # JSON has lists
         if self.binary and (self.dim % 8 or not 8 <= self.dim <= LARGEST_BITS):

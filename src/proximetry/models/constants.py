@@ -27,7 +27,7 @@ POOLINGS: tuple[str, ...] = (
     "cls-avg",
 )
 
-OWN = "own:"
+CUSTOM = "custom:"
 """Prefix of the names of custom datasets, networks and losses."""
 VECTOR_BACKBONES: tuple[str, ...] = ("vectors", "vectors_mlp")
 """Networks for vectors instead of images: a linear head, without or with a small MLP before it."""

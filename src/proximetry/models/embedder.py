@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from proximetry import __version__
-from proximetry._util.errors import UsageError, is_whole, shorten, shown, some
+from proximetry._util.errors import UsageError, format_value, is_whole, shorten, some
 from proximetry._util.machine import preserve_rng_state
 from proximetry._util.tensors import binary_codes, l2_normalize
 from proximetry.models.architecture import Architecture
@@ -32,7 +32,7 @@ from proximetry.models.backbones import (
     load_timm,
     prepare,
 )
-from proximetry.models.constants import OWN, VECTOR_BACKBONES, Similarity
+from proximetry.models.constants import CUSTOM, VECTOR_BACKBONES, Similarity
 from proximetry.models.encoding import embed_images
 from proximetry.models.pooling import POOLING_LAYERS
 from proximetry.models.preprocessing import ImageSource, Input, Preprocessing, Tensors
@@ -77,7 +77,7 @@ class Embedder(nn.Module):
         self.takes_images = isinstance(preprocessing, Preprocessing)
         if (architecture.flip_tta or architecture.tta_crops) and not self.takes_images:
             raise ValueError(f"test-time augmentation is for images, not for {preprocessing}")
-        if architecture.backbone.startswith(OWN):
+        if architecture.backbone.startswith(CUSTOM):
             features = Features(_probe_custom(model, preprocessing), "token")
         elif isinstance(preprocessing, Tensors):
             features = Features(preprocessing.shape[0], "token")
@@ -231,17 +231,21 @@ class Embedder(nn.Module):
         name = type(module).__name__
         similarity = similarity or ("cosine" if normalize else "euclidean")
         architecture = Architecture(
-            f"{OWN}{name}", 0, "token", False, normalize, similarity=similarity
+            f"{CUSTOM}{name}", 0, "token", False, normalize, similarity=similarity
         )
-        embedder = cls(module, architecture, preprocessing, WeightsRecord("own", name, None, 0, []))
+        embedder = cls(
+            module, architecture, preprocessing, WeightsRecord("custom", name, None, 0, [])
+        )
         if embedder.dim != dim:
-            raise ValueError(f"{name} returns {embedder.dim} dimensions, not dim {shown(dim)}")
+            raise ValueError(
+                f"{name} returns {embedder.dim} dimensions, not dim {format_value(dim)}"
+            )
         return embedder
 
     @property
-    def is_own(self) -> bool:
+    def is_custom(self) -> bool:
         """Whether the network is a custom module, whose code is not saved (see `wrap`)."""
-        return self.architecture.backbone.startswith(OWN)
+        return self.architecture.backbone.startswith(CUSTOM)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Embed normalized pixels [B, 3, H, W] (see `Preprocessing.normalize`) as [B, dim]."""
@@ -460,14 +464,14 @@ class Embedder(nn.Module):
         home = find_embedder(Path(folder))
         description, tensors = read_embedder(home)
         backbone = str(description["architecture"].get("backbone"))
-        if backbone.startswith(OWN) and module is None:
-            kind = backbone.removeprefix(OWN)
+        if backbone.startswith(CUSTOM) and module is None:
+            kind = backbone.removeprefix(CUSTOM)
             raise UsageError(
-                f"{home} contains a custom network, {shown(kind)}, whose code is not saved. Load "
-                f"it in Python: Embedder.load({str(home)!r}, module={kind}(…))"
+                f"{home} contains a custom network, {format_value(kind)}, whose code is not saved. "
+                f"Load it in Python: Embedder.load({str(home)!r}, module={kind}(…))"
             )
-        if module is not None and not backbone.startswith(OWN):
-            raise ValueError(f"{home} contains {shown(backbone)}, which takes no module")
+        if module is not None and not backbone.startswith(CUSTOM):
+            raise ValueError(f"{home} contains {format_value(backbone)}, which takes no module")
         try:
             architecture = Architecture(**description["architecture"])
             pixels = description["preprocessing"]
@@ -491,7 +495,8 @@ class Embedder(nn.Module):
             reason = shorten(" ".join(str(error).split()), 500)
             raise ValueError(
                 f"the weights in {home} do not fit {architecture.backbone} with timm "
-                f"{versions()['timm']} (saved with {shown(description.get('versions'))}): {reason}"
+                f"{versions()['timm']} (saved with {format_value(description.get('versions'))}): "
+                f"{reason}"
             ) from error
         for name in EXTRAS:
             setattr(embedder, name, description.get(name))
@@ -580,7 +585,7 @@ def _check_memory(name: str, preprocessing: Input, tensors: Mapping[str, Tensor]
 def _probe_custom(module: nn.Module, preprocessing: Input) -> int:
     """Return the dimension of a custom network; raise unless it returns finite vectors."""
     if not isinstance(module, nn.Module):
-        what = "a class: write Net()" if isinstance(module, type) else shown(module)
+        what = "a class: write Net()" if isinstance(module, type) else format_value(module)
         raise ValueError(f"module must be a torch.nn.Module, got {what}")
     sample = preprocessing.sample(2, torch.Generator().manual_seed(0))
     device = next((value.device for value in module.parameters()), torch.device("cpu"))

@@ -25,7 +25,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import HfHubHTTPError
 
 from proximetry import __version__
-from proximetry._util.errors import UsageError, shorten, shown, spaced
+from proximetry._util.errors import UsageError, format_value, shorten, spaced
 from proximetry.models import weights
 from proximetry.models.embedder import Embedder, versions
 from proximetry.models.storage import (
@@ -55,11 +55,11 @@ _PROTOCOLS = {
 _SPLITS = {"held_out": "classes held out of training", "test": "test set"}
 
 
-def load_embedder(place: Path, device: str | torch.device) -> Embedder:
+def load_embedder(folder: Path, device: str | torch.device) -> Embedder:
     """Load an embedder from its folder, its run's folder or hub:owner/name[@revision]."""
-    name = place.as_posix()
+    name = folder.as_posix()
     if not name.startswith(PREFIX):
-        return Embedder.load(place, device)
+        return Embedder.load(folder, device)
     repo_id, _, revision = name.removeprefix(PREFIX).partition("@")
     return Embedder.from_hub(repo_id, revision or None, device)
 
@@ -107,7 +107,7 @@ def download(repo_id: str, revision: str | None) -> Path:
 def _explained(repo_id: str) -> Iterator[None]:
     """Check the name of a repository; turn errors of the hub's client into short messages."""
     if not isinstance(repo_id, str) or not _NAME.fullmatch(repo_id):
-        raise UsageError(f"repo_id must be owner/name, got {shown(repo_id)}")
+        raise UsageError(f"repo_id must be owner/name, got {format_value(repo_id)}")
     try:
         yield
     except HfHubHTTPError as error:

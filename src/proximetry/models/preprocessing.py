@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry._util.errors import shown, some
+from proximetry._util.errors import format_value, some
 from proximetry.data.images import (
     MAX_PIXELS,
     Interpolation,
@@ -63,7 +63,7 @@ class Preprocessing:
             if not valid or not all(type(v) in kinds and low <= v <= high for v in values):
                 raise ValueError(
                     f"{name} must have {length} numbers from {low:g} to {high:g}, got "
-                    f"{shown(getattr(self, name))}"
+                    f"{format_value(getattr(self, name))}"
                 )
         least = self.crop if isinstance(self.resize, tuple) else (min(self.crop),) * 2
         if sides[0] < least[0] or sides[1] < least[1]:
@@ -72,7 +72,7 @@ class Preprocessing:
                 f"resize {size} is smaller than the crop {crop}. Use at least {enough}."
             )
         if self.channels not in get_args(Channels):
-            raise ValueError(f"channels must be 'RGB' or 'BGR', got {shown(self.channels)}")
+            raise ValueError(f"channels must be 'RGB' or 'BGR', got {format_value(self.channels)}")
         check_interpolation(self.interpolation)
 
     @property
@@ -198,7 +198,7 @@ class Tensors:
         if not valid or prod(sides) > _LARGEST_TENSOR:
             raise ValueError(
                 "preprocessing must be a Preprocessing or a shape of positive integers, such as "
-                f"(1, 28, 28), got {shown(self.shape)}"
+                f"(1, 28, 28), got {format_value(self.shape)}"
             )
         object.__setattr__(self, "shape", sides)
 
@@ -210,7 +210,7 @@ class Tensors:
     def pixels(self, source: Any) -> Tensor:
         """Return one input as float32."""
         if not isinstance(source, np.ndarray | Tensor | Sequence) or isinstance(source, str):
-            raise TypeError(f"this embedder takes {self}, got {shown(source)}")
+            raise TypeError(f"this embedder takes {self}, got {format_value(source)}")
         return self.normalize(torch.as_tensor(source)[None])[0].cpu()
 
     def normalize(self, batch: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ def is_embedder_file(path: Path) -> bool:
 
 def find_embedder(folder: Path) -> Path:
     """Return the folder of an embedder, given that folder or its run's."""
-    places = (folder / "embedder", folder / SECOND_STAGE / "embedder")
-    return next((place for place in places if place.is_dir()), folder)
+    candidates = (folder / "embedder", folder / SECOND_STAGE / "embedder")
+    return next((path for path in candidates if path.is_dir()), folder)
 
 
 def write_embedder(

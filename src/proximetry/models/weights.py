@@ -54,7 +54,7 @@ class WeightsError(UsageError):
 class WeightsRecord:
     """Initial weights of a backbone."""
 
-    source: Literal["none", "package", "hub", "file", "own"]
+    source: Literal["none", "package", "hub", "file", "custom"]
     origin: str  # package, repository, file, or class of a custom module
     sha256: str | None
     loaded: int  # number of tensors

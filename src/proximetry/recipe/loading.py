@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
 
-from proximetry._util.errors import UsageError, closest, shorten, shown
+from proximetry._util.errors import UsageError, closest, format_value, shorten
 from proximetry._util.files import read_text
 from proximetry.models.constants import LARGEST_BITS
 
@@ -47,7 +47,7 @@ class _Loader(yaml.SafeLoader):
         names = [str(key.value) for key, _ in node.value]
         for position, (key, _) in enumerate(node.value):
             if names[position] in names[:position]:
-                problem = f"duplicate key {shown(key.value)}"
+                problem = f"duplicate key {format_value(key.value)}"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
         return node
 
@@ -96,7 +96,7 @@ def find_file(source: str | Path, shipped: Mapping[str, Path], kind: str, comman
     path = Path(source) if isfile(source) else shipped.get(str(source))
     if path is None:
         raise RecipeError(
-            f"no {kind} {shown(str(source))}{closest(str(source), shipped)} "
+            f"no {kind} {format_value(str(source))}{closest(str(source), shipped)} "
             f"`proximetry {command}` lists the shipped ones"
         )
     return path
@@ -124,7 +124,7 @@ def plain_values(
     if base is None:
         return overlay({}, values)
     if not isinstance(base, str):
-        raise RecipeError(f"base must name one recipe, got {shown(base)}")
+        raise RecipeError(f"base must name one recipe, got {format_value(base)}")
     sibling = path.parent / base if path is not None else Path(base)
     return merge(plain_values(sibling if isfile(sibling) else base, derived), values)
 
@@ -182,8 +182,8 @@ def resets(values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[str]:
         alone = flatten(merge(values, {cause: value}))
         keys = [key for key, old in lost.items() if alone.get(key) != old]
         if keys:
-            listed = ", ".join(f"{key} ({shown(lost.pop(key))})" for key in keys)
-            lines.append(f"{cause} {shown(value)} also resets {listed}")
+            settings = ", ".join(f"{key} ({format_value(lost.pop(key))})" for key in keys)
+            lines.append(f"{cause} {format_value(value)} also resets {settings}")
     return lines
 
 
@@ -193,7 +193,7 @@ def overlay(
     """Write changes, nested or dotted, into nested values; an empty dictionary replaces one."""
     for key, value in changes.items():
         if not isinstance(key, str):
-            raise RecipeError(f"keys must be text, got {shown(key)}")
+            raise RecipeError(f"keys must be text, got {format_value(key)}")
         first, _, rest = key.partition(".")
         if rest or (isinstance(value, Mapping) and (value or not inside)):
             old = values.get(first)
@@ -219,7 +219,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return "key old → new" for each key in which two flat recipes differ."""
     return [
-        f"{key} {shown(before.get(key))} → {shown(now.get(key))}"
+        f"{key} {format_value(before.get(key))} → {format_value(now.get(key))}"
         for key in dict.fromkeys([*now, *before])
         if before.get(key) != now.get(key)
     ]
@@ -238,11 +238,11 @@ def validation_message(error: ValidationError, model: type[BaseModel]) -> str:
             return f"{where} is missing"
         case "extra_forbidden" | "unexpected_keyword_argument":
             section, _, key = where.rpartition(".")
-            return f"unknown key {shown(where)}{closest(key, _known_keys(model, section))}"
+            return f"unknown key {format_value(where)}{closest(key, _known_keys(model, section))}"
         case "literal_error":
             allowed = re.findall(r"'([^']+)'", context["expected"])
             near = closest(value if isinstance(value, str) else "", allowed)
-            return f"{where} is {shown(value)}{near}"
+            return f"{where} is {format_value(value)}{near}"
         case "value_error":  # raised by a validator of ours
             reason = str(context["error"])
             if re.split(r"[.: ]", reason, maxsplit=1)[0] in _known_keys(model, where):
@@ -253,7 +253,7 @@ def validation_message(error: ValidationError, model: type[BaseModel]) -> str:
             return f"{where}{joint}{reason}" if where else reason
     reason = first["msg"].replace("Input should", "must").replace("valid tuple", "list")
     reason = reason.partition(", unable to parse")[0]
-    return f"{where} {reason}, got {shown(value)}"
+    return f"{where} {reason}, got {format_value(value)}"
 
 
 def _known_keys(model: Any, section: str) -> list[str]:

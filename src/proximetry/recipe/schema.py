@@ -24,18 +24,18 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from proximetry._util.errors import closest, shorten, shown, some
+from proximetry._util.errors import closest, format_value, shorten, some
 from proximetry._util.files import atomic_write
 from proximetry.data import FIELDS
 from proximetry.data.datasets import list_datasets
 from proximetry.metrics.scores import COUNTS, Metrics
 from proximetry.models.constants import (
+    CUSTOM,
     LARGEST_BATCH,
     LARGEST_BITS,
     LARGEST_DIM,
     LARGEST_SIDE,
     MOST_TTA_CROPS,
-    OWN,
     POOLINGS,
     VECTOR_BACKBONES,
     WEIGHTS_SOURCES,
@@ -61,7 +61,7 @@ def _check_text(text: str) -> str:
             return text
     except UnicodeEncodeError:
         pass
-    raise ValueError(f"contains invalid characters, got {shown(text)}")
+    raise ValueError(f"contains invalid characters, got {format_value(text)}")
 
 
 def _or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
@@ -152,11 +152,13 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         known, (low, high), (narrow, wide) = list_datasets(), self.crop_scale, self.crop_ratio
-        if self.dataset not in known and not self.dataset.startswith(OWN):
-            raise ValueError(f"dataset is {shown(self.dataset)}{closest(self.dataset, known)}")
+        if self.dataset not in known and not self.dataset.startswith(CUSTOM):
+            raise ValueError(
+                f"dataset is {format_value(self.dataset)}{closest(self.dataset, known)}"
+            )
         for name in self.columns:
             if name not in FIELDS:
-                raise ValueError(f"columns has no {shown(name)}{closest(name, FIELDS)}")
+                raise ValueError(f"columns has no {format_value(name)}{closest(name, FIELDS)}")
         if not 0 < low <= high <= 1:
             raise ValueError(f"crop_scale must rise within 0 and 1, got {[low, high]}")
         if not 0 < narrow <= wide:
@@ -281,7 +283,7 @@ class LossConfig(Section):
     def _check(self) -> Self:
         from proximetry.losses import check_settings, loss_settings  # imports torch
 
-        if self.name.startswith(OWN):
+        if self.name.startswith(CUSTOM):
             return self
         where = "name: "
         try:
@@ -429,14 +431,15 @@ class Recipe(Section):
         computed = [name for name in evaluation.metrics.names() if name not in COUNTS]
         if evaluation.select_by not in computed:
             raise ValueError(
-                f"evaluation.select_by {shown(evaluation.select_by)} is not computed; choose one "
-                f"of {some(computed, 12)}"
+                f"evaluation.select_by {format_value(evaluation.select_by)} is not computed; choose "
+                f"one of {some(computed, 12)}"
             )
         if list(at) != sorted(set(at)):
-            raise ValueError(f"schedule.at must rise, got {shown(list(at))}")
+            raise ValueError(f"schedule.at must rise, got {format_value(list(at))}")
         if any(dim >= width for dim in dims) or len(set(dims)) < len(dims):
             raise ValueError(
-                f"evaluation.eval_dims must differ and be below {width}, got {shown(list(dims))}"
+                f"evaluation.eval_dims must differ and be below {width}, got "
+                f"{format_value(list(dims))}"
             )
         if self.model.bits is not None and dims:
             raise ValueError("evaluation.eval_dims and model.bits exclude each other")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from proximetry._util.charts import in_percent, line_chart
-from proximetry._util.errors import shown, spaced
+from proximetry._util.errors import format_value, spaced
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.recipe.loading import flatten
 from proximetry.reports.evaluation import RunEvaluation
@@ -17,7 +17,7 @@ from proximetry.reports.record import RunRecord
 from proximetry.reports.sections import SPLITS, image, metric_names, neighbor_images
 from proximetry.training.reporting import metric_title
 
-SHOWN_CHANGES = 8
+MAX_CHANGES = 8
 _NEIGHBORS = 4
 
 
@@ -41,10 +41,10 @@ def _metrics(runs: Sequence[ComparedRun]) -> Section:
     head = ["metric", *(short(run.name) for run in runs)]
     complete = [run.evaluation for run in runs if run.evaluation is not None]
     if len(complete) < len(runs):
-        for split, words in SPLITS.items():
+        for split, split_title in SPLITS.items():
             scores = [run.record.selected.get(split, {}) for run in runs]
             if any(scores):
-                caption = f"Metrics of the selected epochs as each run reported them, {words}"
+                caption = f"Metrics of the selected epochs as each run reported them, {split_title}"
                 columns = [(one, {}, None) for one in scores]
                 tables.append((f"{caption}, in percent", head, metric_names(scores), columns))
     else:
@@ -52,8 +52,8 @@ def _metrics(runs: Sequence[ComparedRun]) -> Section:
         scores = [one.scores for one in complete]
         caption = "Metrics of each run on its own images, in percent"
         if all(complete[0].compares_like(one) for one in complete):
-            counted = spaced(int(scores[0]["queries"]))
-            caption = f"Metrics in percent, {counted} queries, the same for all runs"
+            number = spaced(int(scores[0]["queries"]))
+            caption = f"Metrics in percent, {number} queries, the same for all runs"
             first, *others = (one.evaluation for one in complete)
             comparisons = sum(len(first.scores.keys() & other.scores.keys()) for other in others)
             confidence = 1 - 0.05 / max(comparisons, 1)
@@ -84,14 +84,14 @@ def _curves(runs: Sequence[ComparedRun]) -> Section:
         return {short(run.name): run.record.curve(*keys) for run in runs}
 
     # Losses with other names or settings have other scales.
-    one_loss = len({shown(run.record.recipe.loss) for run in runs}) == 1
+    one_loss = len({format_value(run.record.recipe.loss) for run in runs}) == 1
     charts = [line_chart("Loss", series("loss"))] if one_loss else []
     charts.append(line_chart("Learning rate", series("lr"), from_zero=True))
-    for split, words in SPLITS.items():
+    for split, split_title in SPLITS.items():
         for metric in dict.fromkeys(name for run in runs for name in run.record.metrics):
-            title = f"{metric_title(metric)}, {words}"
+            title = f"{metric_title(metric)}, {split_title}"
             points = series(split, metric)
-            charts.append(line_chart(title, points, shown=in_percent, from_zero=True))
+            charts.append(line_chart(title, points, format_value=in_percent, from_zero=True))
     charts = [*filter(None, charts)]
     return section("Curves", "curves.html", charts=charts, epochs="", several_losses=not one_loss)
 
@@ -133,7 +133,7 @@ def _widest(first: RunEvaluation, other: RunEvaluation, queries: Any) -> list[in
     # Without a common score, queries come in the order of the catalog.
     gap = np.zeros(len(first.queries)) if ranking is None else theirs[ranking] - mine[ranking]
     order = queries[np.argsort(-np.abs(gap[queries]), kind="stable")]
-    return first.one_per_class(order, SHOWN_CHANGES)
+    return first.one_per_class(order, MAX_CHANGES)
 
 
 def _rows(pair: Sequence[tuple[str, RunEvaluation]], queries: Sequence[int]) -> list[Any]:
@@ -151,7 +151,7 @@ def _rows(pair: Sequence[tuple[str, RunEvaluation]], queries: Sequence[int]) -> 
 def _recipes(runs: Sequence[ComparedRun]) -> Section:
     flat = [flatten(run.record.recipe.to_dict()) for run in runs]
     rows = [
-        (key, [shown(values.get(key)) for values in flat])
+        (key, [format_value(values.get(key)) for values in flat])
         for key in dict.fromkeys(key for values in flat for key in values)
         if any(values.get(key) != flat[0].get(key) for values in flat)
     ]

@@ -121,12 +121,12 @@ class RunEvaluation:
         if len(codes) <= MAPPED:
             return np.arange(len(codes))
         draw = np.random.default_rng(0)
-        rows, places = draw.permutation(len(codes)), draw.permutation(classes)
-        rows = rows[np.argsort(places[codes[rows]], kind="stable")]  # class by class
-        ordered = places[codes[rows]]
+        rows, class_order = draw.permutation(len(codes)), draw.permutation(classes)
+        rows = rows[np.argsort(class_order[codes[rows]], kind="stable")]  # class by class
+        ordered = class_order[codes[rows]]
         within = np.arange(len(rows)) - np.searchsorted(ordered, ordered)
-        chosen = rows[within < max(_OF_A_CLASS, MAPPED // classes)]
-        return np.sort(chosen[:MAPPED])
+        subset = rows[within < max(_OF_A_CLASS, MAPPED // classes)]
+        return np.sort(subset[:MAPPED])
 
     def compares_like(self, other: RunEvaluation) -> bool:
         """Return whether both have the same queries and the same gallery."""
@@ -251,7 +251,7 @@ def _evaluated_images(
             )
         split = next((name for name in usable if name in record.selected), usable[0])
         return catalog.subset(rows[split]), split, train, []
-    chosen, split = choose_split(catalog, None, source or str(catalog.root))
-    images = f"{spaced(len(chosen))} images in {catalog.root} (split {split})"
+    images_of_split, split = choose_split(catalog, None, source or str(catalog.root))
+    images = f"{spaced(len(images_of_split))} images in {catalog.root} (split {split})"
     note = f"evaluated on {images}, not on those of the run"
-    return chosen, split, None, [note, *leakage_warnings(embedder, chosen)]
+    return images_of_split, split, None, [note, *leakage_warnings(embedder, images_of_split)]

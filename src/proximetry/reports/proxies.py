@@ -78,14 +78,14 @@ class ProxyUse:
 
     Attributes:
         images, classes: number of compared images, and of all classes.
-        chosen: by class, the number of proxies that are the nearest of at least one image.
+        nearest_proxies: by class, the number of proxies that are the nearest of at least one image.
         effective: by class, the exponential of the entropy of the images' nearest proxies: K if
             evenly distributed, 1 if all are nearest to one.
     """
 
     images: int
     classes: int
-    chosen: npt.NDArray[np.int64]
+    nearest_proxies: npt.NDArray[np.int64]
     effective: npt.NDArray[np.float64]
 
 
@@ -103,8 +103,8 @@ def measure_use(proxies: RunProxies, embedder: Embedder, train: Catalog) -> Prox
         raise ValueError("the proxies of the selected epoch are gone")
     order = np.random.default_rng(0).permutation(len(train.class_names))
     images = np.bincount(train.codes, minlength=len(order))[order].cumsum()
-    taken = order[: max(1, int((images <= TRAINING_IMAGES).sum()))]
-    sample = train.subset(np.isin(train.codes, taken))
+    largest = order[: max(1, int((images <= TRAINING_IMAGES).sum()))]
+    sample = train.subset(np.isin(train.codes, largest))
     vectors = l2_normalize(encode_catalog(embedder, sample).double())[0]
     numbers = {name: number for number, name in enumerate(proxies.names)}
     codes = np.array([numbers[label] for label in sample.labels])

@@ -41,7 +41,10 @@ class RunRecord:
         """Read the folder of a run; damaged files are listed as missing."""
         if not path.is_dir():
             raise UsageError(f"no such folder: {path}. Give the folder of a run")
-        stages = [RunFolder(place) for place in (path, path / SECOND_STAGE, path / FIRST_STAGE)]
+        stages = [
+            RunFolder(folder_path)
+            for folder_path in (path, path / SECOND_STAGE, path / FIRST_STAGE)
+        ]
         folder = next((stage for stage in stages if stage.recipe.exists()), stages[0])
         if not folder.recipe.exists():
             raise UsageError(f"not a run folder: {path} has no {folder.recipe.name}")

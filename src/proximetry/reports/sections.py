@@ -21,7 +21,7 @@ from proximetry.reports.record import RunRecord
 from proximetry.reports.thumbnails import COLUMNS, load_thumbnail, sprite
 from proximetry.training.evaluator import CODES
 from proximetry.training.reporting import (
-    AMONG_TRAIN,
+    WITH_DISTRACTORS,
     compared_epochs,
     describe_protocol,
     metric_title,
@@ -29,9 +29,9 @@ from proximetry.training.reporting import (
 
 Table = tuple[str, list[str], list[list[Any]]]  # caption, head, rows
 
-SHOWN_QUERIES = 8
-SHOWN_CLASSES = 10
-SHOWN_CONFUSIONS = 12
+MAX_QUERIES = 8
+MAX_CLASSES = 10
+MAX_CONFUSIONS = 12
 SPLITS = {"test": "test set", "held_out": "classes held out of training"}
 
 
@@ -108,21 +108,21 @@ def _metrics_table(
     for dim in dict.fromkeys(d for scores in every for d in scores.get("dims", {})):
         fewer = [scores.get("dims", {}).get(dim, {}) for scores in every]
         parts.append((f", first {dim} dimensions", main, fewer))
-    for key, note in ((CODES, ", codes (Hamming)"), ("among_train", f" {AMONG_TRAIN}")):
+    for key, note in ((CODES, ", codes (Hamming)"), ("with_distractors", f" {WITH_DISTRACTORS}")):
         inner = [scores.get(key, {}) for scores in every]
         parts.append((note, metric_names(inner), inner))
     rows = []
-    for note, shown, scores in parts:
-        for name in shown:
+    for note, listed, scores in parts:
+        for name in listed:
             cells = [percent(one.get(name)) for one in scores]
             bounds = [interval(None if note else intervals.get(name))] * bool(intervals)
             rows.append([f"{metric_title(name)}{note}", *cells, *bounds])
-    counted = f"{spaced(int(every[-1]['queries']))} queries"
+    queries = f"{spaced(int(every[-1]['queries']))} queries"
     if every[-1].get("queries_without_positive"):
         without = spaced(int(every[-1]["queries_without_positive"]))
-        counted += f"; {without} more have no other image of their class and do not count"
+        queries += f"; {without} more have no other image of their class and do not count"
     head = ["metric", *columns, *["95 % interval"] * bool(intervals)]
-    return f"{caption}: {counted}", head, rows
+    return f"{caption}: {queries}", head, rows
 
 
 def curves_section(record: RunRecord) -> Section:
@@ -135,10 +135,12 @@ def curves_section(record: RunRecord) -> Section:
     for split, title in SPLITS.items():
         series = {metric_title(name): record.curve(split, name) for name in record.metrics}
         for name in record.metrics:
-            among = record.curve(split, "among_train", name)
-            series[f"{metric_title(name)} {AMONG_TRAIN}"] = among
+            among = record.curve(split, "with_distractors", name)
+            series[f"{metric_title(name)} {WITH_DISTRACTORS}"] = among
         title = f"Metrics, {title}"
-        charts.append(line_chart(title, series, shown=in_percent, marked=selected, from_zero=True))
+        charts.append(
+            line_chart(title, series, format_value=in_percent, marked=selected, from_zero=True)
+        )
     charts = [*filter(None, charts)]
     epochs = _epochs_table(record)
     return section("Curves", "curves.html", charts=charts, epochs=epochs, several_losses=False)
@@ -211,8 +213,8 @@ def queries_section(run: RunEvaluation) -> Section:
         "queries.html",
         measure="cosine" if similarity == "cosine" else f"negative {similarity} distance",
         metric=metric_title(run.ranking),
-        worst=rows(run.extremes(SHOWN_QUERIES, best=False)),
-        best=rows(run.extremes(SHOWN_QUERIES // 2, best=True)),
+        worst=rows(run.extremes(MAX_QUERIES, best=False)),
+        best=rows(run.extremes(MAX_QUERIES // 2, best=True)),
     )
 
 
@@ -237,9 +239,9 @@ def classes_section(run: RunEvaluation) -> Section:
     queries = dict(zip(names, scored["queries"].tolist(), strict=True))
     pairs = confused_pairs(run)
     first, by = next(iter(run.evaluation.scores)), run.ranking
-    shown, title = list(dict.fromkeys([first, by])), metric_title(first)
+    metrics, title = list(dict.fromkeys([first, by])), metric_title(first)
     rows = [
-        (names[i], queries[names[i]], [scored[name][i] for name in shown])
+        (names[i], queries[names[i]], [scored[name][i] for name in metrics])
         for i in np.lexsort((scored[by], scored[first]))
     ]
     bins = np.bincount(np.minimum((scored[first] * 10).astype(int), 10), minlength=11)
@@ -250,14 +252,14 @@ def classes_section(run: RunEvaluation) -> Section:
         "Classes",
         "classes.html",
         pairs=pairs,
-        most_pairs=SHOWN_CONFUSIONS,
+        most_pairs=MAX_CONFUSIONS,
         queries=queries,
         examples=[_confused_example(run, one, other) for one, other, *_ in pairs[:6]],
         metric=title,
         chart=bar_chart(f"Classes by {title}", bars, x_label=x_label, y_label="classes"),
-        head=["class", "queries", *map(metric_title, shown)],
+        head=["class", "queries", *map(metric_title, metrics)],
         rows=rows,
-        lowest=SHOWN_CLASSES,
+        lowest=MAX_CLASSES,
     )
 
 
@@ -272,14 +274,14 @@ def _confused_example(run: RunEvaluation, one: str, other: str) -> dict[str, Any
 def map_section(run: RunEvaluation) -> Section:
     """Return the embeddings as points on a plane."""
     rows = run.sample()
-    places = map_embeddings(run.vectors[rows], similarity=run.embedder.architecture.similarity)
+    coordinates = map_embeddings(run.vectors[rows], similarity=run.embedder.architecture.similarity)
     catalog, codes = run.catalog, run.catalog.codes[rows]
     side, margin = 640, 14
-    placed = margin + places * (side - 2 * margin)
+    pixels = margin + coordinates * (side - 2 * margin)
     groups = []
     for number in np.unique(codes):
         points = [
-            (i, *(f"{value:.0f}" for value in placed[i])) for i in np.flatnonzero(codes == number)
+            (i, *(f"{value:.0f}" for value in pixels[i])) for i in np.flatnonzero(codes == number)
         ]
         # The golden angle gives neighbors in the order of names different colors.
         color = f"hsl({int(number) * 137.508 % 360:.0f} 60% {(48, 60, 40)[int(number) % 3]}%)"
@@ -314,11 +316,11 @@ def proxies_section(
         degrees = np.degrees(np.arccos(np.clip(nearest, -1, 1)))
         closest = [
             [short(proxies.names[i]), f"{nearest[i]:.3f}", f"{degrees[i]:.1f}°"]
-            for i in np.argsort(-nearest, kind="stable")[:SHOWN_CLASSES]
+            for i in np.argsort(-nearest, kind="stable")[:MAX_CLASSES]
         ]
         titles = {"Distinct proxies": counts}
         if use is not None:
-            titles["Proxies that are nearest to a training image"] = use.chosen
+            titles["Proxies that are nearest to a training image"] = use.nearest_proxies
         for title, of_class in titles.items():
             classes = np.bincount(of_class, minlength=proxies.per_class + 1)[1:]
             bars = {str(number): float(count) for number, count in enumerate(classes, 1)}

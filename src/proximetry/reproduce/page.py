@@ -24,7 +24,7 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 _NEAR = 0.95  # of the best final recall: when a row counts as converged
-_NOTES_SHOWN = 3
+_MAX_NOTES = 3
 
 
 def page(results: Results) -> str:
@@ -50,8 +50,8 @@ def grid(columns: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
 def _values(values: Iterable[Any], missing: str = "the network's own") -> str:
     """Return the distinct values, separated by commas; ``missing`` stands for None."""
     known = (missing if value is None else value for value in values)
-    shown = (f"{value:g}" if isinstance(value, float) else str(value) for value in known)
-    return ", ".join(dict.fromkeys(shown))
+    texts = (f"{value:g}" if isinstance(value, float) else str(value) for value in known)
+    return ", ".join(dict.fromkeys(texts))
 
 
 _TEMPLATES.filters["values"] = _values
@@ -73,7 +73,7 @@ def _render(template: str, results: Results, **values: Any) -> str:
             "table_of_metrics": _metrics(results),
             "angles": any(metric.endswith("_angle") for metric in table.metrics),
             "selection": selection,
-            "distractors": any("among_train" in line.get("held_out", {}) for line in lines),
+            "distractors": any("with_distractors" in line.get("held_out", {}) for line in lines),
             "no_seconds": why_no_seconds(results),
             "findings": findings,
             "tested": sum(len(finding.seeds) > 1 for _, finding in findings),
@@ -116,8 +116,8 @@ def _metrics(results: Results) -> str:
             groups.append([f"ours, epoch {epoch}, selected on held-out classes", *cells(epoch)])
         if row.published:
             theirs = [row.published.get(name) for name in columns]
-            shown = [None if value is None else f"{value:.1f}" for value in theirs]
-            groups.append([f"published, {table.published.backbone}", *shown])
+            texts = [None if value is None else f"{value:.1f}" for value in theirs]
+            groups.append([f"published, {table.published.backbone}", *texts])
         width = 1 + len(columns) + table.seconds
         lines += [["", *group, *[None] * (width - len(group))] for group in groups]
         lines[-len(groups)][0] = row.name
@@ -137,9 +137,9 @@ def _ranking(results: Results) -> str:
         if not runs:
             continue
         samples = [sample(runs, metric, **of) for metric, of in columns.values()]
-        shown = [None if values is None else f"{values.mean:.2f}" for values in samples]
+        texts = [None if values is None else f"{values.mean:.2f}" for values in samples]
         changes = ", ".join(f"{key} {value}" for key, value in row.changes.items())
-        cells: list[object] = [row.name, *shown, len(runs), _mean_seconds(runs), changes or "none"]
+        cells: list[object] = [row.name, *texts, len(runs), _mean_seconds(runs), changes or "none"]
         lines.append((-math.inf if samples[0] is None else samples[0].mean, cells))
     ranked = sorted(lines, key=lambda line: line[0], reverse=True)
     return grid(["row", *columns, "seeds", "s", "changes"], (cells for _, cells in ranked))
@@ -148,12 +148,12 @@ def _ranking(results: Results) -> str:
 def _during_training(results: Results) -> str:
     curves = {name: dict(curve(runs, "epoch")) for name, runs in results.runs_of.items()}
     evaluated = sorted({int(epoch) for points in curves.values() for epoch in points})
-    shown = [e for e in evaluated if e in (1, 2, 5, 10, 20, 40) or e == evaluated[-1]]
+    listed_epochs = [e for e in evaluated if e in (1, 2, 5, 10, 20, 40) or e == evaluated[-1]]
     lines = [
-        [name, *(f"{points[e]:.1f}" if e in points else None for e in shown)]
+        [name, *(f"{points[e]:.1f}" if e in points else None for e in listed_epochs)]
         for name, points in curves.items()
     ]
-    return grid(["", *(f"epoch {epoch}" for epoch in shown)], lines)
+    return grid(["", *(f"epoch {epoch}" for epoch in listed_epochs)], lines)
 
 
 def _convergence(results: Results) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def _setting(results: Results) -> dict[str, Any]:
     first, environments = runs[0], [record.environment for record in everything]
     ran = [record.recipe["training"]["epochs"] for record in runs]
     rows = [table.epochs(table.row(record.row)) for record in runs]
-    planned = [n if isinstance(n, int) else own for own, n in zip(ran, rows, strict=True)]
+    planned = [n if isinstance(n, int) else actual for actual, n in zip(ran, rows, strict=True)]
     epochs = f"{_values(sorted(ran))} epochs"
     if ran != planned:
         published = table.published.epochs
@@ -195,8 +195,8 @@ def _setting(results: Results) -> dict[str, Any]:
     return {
         "of": lambda section, key: _values(record.recipe[section][key] for record in runs),
         "datasets": dict.fromkeys(map(_dataset, everything)),
-        "notes": notes[:_NOTES_SHOWN],
-        "more_notes": len(notes) - _NOTES_SHOWN,
+        "notes": notes[:_MAX_NOTES],
+        "more_notes": len(notes) - _MAX_NOTES,
         "dimensions": _values(map(_dimensions, runs)),
         "weights": _values(map(_weights, runs), "unknown"),
         "epochs": epochs,
@@ -206,7 +206,12 @@ def _setting(results: Results) -> dict[str, Any]:
         "gpu": any(record.device != "CPU" for record in everything),
         "commits": sorted(commits),
         "command": command_for(
-            table, first.row, results.seeds, first.recipe, results.selected(), first.epochs_given
+            table,
+            first.row,
+            results.seeds,
+            first.recipe,
+            results.selected(),
+            first.epochs_overridden,
         ),
         "held_out": [100 * record.recipe["evaluation"]["held_out"] for record in runs],
     }

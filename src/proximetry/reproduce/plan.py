@@ -62,7 +62,7 @@ def command_for(
     seeds: Sequence[int],
     recipe: Mapping[str, Any],
     selected: Sequence[Row],
-    epochs_given: bool,
+    epochs_overridden: bool,
 ) -> str:
     """Return the command that repeats runs; it has the options that differ from the table.
 
@@ -77,7 +77,7 @@ def command_for(
         words += ["--backbone", model["backbone"]]
     if model["weights"] != default.get("weights", "auto"):
         words += ["--weights", Path(model["weights"]).name]
-    if epochs_given:
+    if epochs_overridden:
         words += ["--epochs", str(recipe["training"]["epochs"])]
     if tuple(selected) != table.selected_rows():
         words.append("--selection" if selected else "--no-selection")

@@ -28,7 +28,7 @@ class Record(Section):
         parallel: number of runs that shared the device; None if unknown.
         images: number of images per split; None if unknown.
         views: metrics of the held-out classes for other sizes of the images.
-        epochs_given: whether `--epochs` set the number of epochs.
+        epochs_overridden: whether `--epochs` set the number of epochs.
     """
 
     table: str
@@ -49,7 +49,7 @@ class Record(Section):
     parallel: int | None
     images: dict[str, int] | None
     views: dict[str, dict[str, Any]] | None
-    epochs_given: bool
+    epochs_overridden: bool
 
     @property
     def id(self) -> str:

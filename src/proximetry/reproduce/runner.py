@@ -121,24 +121,24 @@ def reproduce(
         ReproduceError: invalid arguments or records.
         RunsFailedError: some runs failed; with their reasons.
     """
-    chosen = Table.load(table)
-    home = Path(out) / chosen.name
+    study = Table.load(table)
+    home = Path(out) / study.name
     if options.render:
         if not (home / RUNS).exists():
             raise ReproduceError(f"no results to render: {home}. Pass their folder as --out")
-        _write(chosen, home)
+        _write(study, home)
         return home
     if options.parallel < 1:
         raise ReproduceError(f"parallel must be at least 1, got {options.parallel}")
     device = resolve_device(options.device)
     on_gpu = device.type == "cuda"
-    runs = plan(chosen, options, on_gpu)
+    runs = plan(study, options, on_gpu)
     for name in dict.fromkeys(run.recipe.model.backbone for run in runs):
         check_name(name)
     names = dict.fromkeys(run.recipe.data.dataset for run in runs)
-    datasets = {name: _find_data(chosen, name, data) for name in names}
+    datasets = {name: _find_data(study, name, data) for name in names}
     with _lock(home, report):
-        existing = _check_existing(chosen, home, options, on_gpu)
+        existing = _check_existing(study, home, options, on_gpu)
         if not options.keep_runs:
             _tidy(home, [run.id for run in runs if run.id in existing])
         left = [run for run in runs if run.id not in existing]
@@ -148,23 +148,23 @@ def reproduce(
             placed = replace(run, recipe=run.recipe.override({"data.root": root}))
             jobs.append(Job(placed, home / "work", str(device), parallel))
             _check_interrupted(jobs[-1])
-        report(f"{chosen.name}: {len(runs)} runs, {len(runs) - len(left)} of them done already")
-        if parallel > 1 and chosen.figure is not None and chosen.figure.kind == "curves":
+        report(f"{study.name}: {len(runs)} runs, {len(runs) - len(left)} of them done already")
+        if parallel > 1 and study.figure is not None and study.figure.kind == "curves":
             report("seconds of concurrent runs are neither drawn nor compared")
 
         def finish(job: Job, code: int) -> str:
             catalog = datasets[job.run.recipe.data.dataset][1]
-            record = _make_record(chosen, options, catalog, job, code)
+            record = _make_record(study, options, catalog, job, code)
             record.write(home)
             if not options.keep_runs:
                 _tidy(home, [job.run.id])
-            return f"{outcome(chosen, record)}, {record.seconds:.0f} s"
+            return f"{outcome(study, record)}, {record.seconds:.0f} s"
 
         try:
             try:
                 failures = _perform(jobs, parallel, start, finish, report)
             finally:
-                _write(chosen, home)
+                _write(study, home)
         except KeyboardInterrupt:  # also while the page is written
             raise Interrupted(
                 f"stopped and saved: {len(read_records(home))} runs are done in {home}. Repeat the "
@@ -252,7 +252,7 @@ def _make_record(
         parallel=job.parallel,
         images={split: len(catalog.rows(*names)) for split, names in _SPLITS.items()},
         views=views,
-        epochs_given=options.epochs is not None,
+        epochs_overridden=options.epochs is not None,
     )
 
 
@@ -351,7 +351,7 @@ def _check_existing(
     for name, record in records.items():
         run = make_run(table, table.row(record.row), record.seed, record.kind, options, on_gpu)
         where, epochs = f"{home / RUNS}: {name}", record.recipe["training"]["epochs"]
-        if record.epochs_given and run.recipe.training.epochs == AUTO:
+        if record.epochs_overridden and run.recipe.training.epochs == AUTO:
             raise ReproduceError(f"{where} has --epochs {epochs}. Give it, or use another --out")
         check_same(where, record.recipe, run)
     return records

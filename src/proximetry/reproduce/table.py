@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from proximetry._util.errors import UsageError, closest, shown
+from proximetry._util.errors import UsageError, closest, format_value
 from proximetry.recipe.loading import (
     RecipeError,
     find_file,
@@ -227,7 +227,7 @@ class Table(Section):
         """Return the row of this name."""
         rows = {row.name: row for row in self.rows}
         if name not in rows:
-            raise ReproduceError(f"there is no row {shown(name)}{closest(name, rows)}")
+            raise ReproduceError(f"there is no row {format_value(name)}{closest(name, rows)}")
         return rows[name]
 
     def selected_rows(self, override: bool | None = None) -> tuple[Row, ...]:

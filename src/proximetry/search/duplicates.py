@@ -47,7 +47,7 @@ class Duplicates:
         groups: ids of images connected by pairs, the largest group first.
         paths: the file of each image in a group, by its id.
         threshold: the smallest cosine, or the largest Euclidean distance.
-        chosen: how the threshold was chosen, "" if it was passed.
+        threshold_source: how the threshold was chosen, "" if it was passed.
     """
 
     pairs: IntArray
@@ -55,7 +55,7 @@ class Duplicates:
     groups: list[IntArray]
     paths: dict[int, str]
     threshold: float
-    chosen: str = ""
+    threshold_source: str = ""
 
 
 def compare_all(
@@ -157,7 +157,7 @@ def measure_threshold(
     A sample of the images is compared with altered copies and with its nearest neighbors.
     """
     cosine, allowed = version.manifest.similarity == "cosine", version.select({})
-    positions, draw = version.chosen(allowed), np.random.default_rng(0)
+    positions, draw = version.allowed_positions(allowed), np.random.default_rng(0)
     positions = np.sort(draw.choice(positions, min(_SAMPLE, len(positions)), replace=False))
     originals: list[int] = []
     copies: list[Image.Image] = []

@@ -52,10 +52,10 @@ class Part(NamedTuple):
         width = len(queries) if self.rows is None else max(len(queries), self.vectors.shape[1])
         count = len(self.vectors) if self.rows is None else len(self.rows)
         for scanned in chunks(count, max(1, _ENTRIES // max(1, width))):
-            chosen: Any = scanned if self.rows is None else self.rows[scanned]
-            products = scaled @ torch.from_numpy(self.vectors[chosen]).T
+            selection: Any = scanned if self.rows is None else self.rows[scanned]
+            products = scaled @ torch.from_numpy(self.vectors[selection]).T
             if self.squares is not None:
-                products -= torch.from_numpy(self.squares[chosen])
+                products -= torch.from_numpy(self.squares[selection])
             if self.allowed is not None:
                 products.masked_fill_(torch.from_numpy(~self.allowed[scanned]), -torch.inf)
             yield scanned, products
@@ -88,12 +88,12 @@ def take(arrays: Sequence[FloatArray], starts: IntArray, positions: IntArray) ->
     """Return the rows at positions over several arrays, which begin at `starts`."""
     if len(arrays) == 1:
         return arrays[0][positions]
-    taken = np.empty((len(positions), arrays[0].shape[1]), np.float32)
+    vectors = np.empty((len(positions), arrays[0].shape[1]), np.float32)
     owners = np.searchsorted(starts, positions, "right") - 1
     for number in np.unique(owners):
-        chosen = owners == number
-        taken[chosen] = arrays[number][positions[chosen] - starts[number]]
-    return taken
+        mask = owners == number
+        vectors[mask] = arrays[number][positions[mask] - starts[number]]
+    return vectors
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ class Store:
                 best, columns = largest(products, k + SPARE)
                 more = torch.from_numpy(part.positions((columns + scanned.start).numpy()))
                 values, positions = torch.cat([values, best], 1), torch.cat([positions, more], 1)
-                values, chosen = largest(values, k + SPARE)
-                positions = positions.gather(1, chosen)
+                values, nearest = largest(values, k + SPARE)
+                positions = positions.gather(1, nearest)
         candidates = positions.masked_fill(values == -torch.inf, -1).numpy()
         hits = self.rescore(queries, candidates, k)
         if values.shape[1] < k + SPARE:  # all rows are candidates

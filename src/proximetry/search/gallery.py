@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from proximetry._util.errors import UsageError, counted, is_whole, some
+from proximetry._util.errors import UsageError, is_whole, pluralize, some
 from proximetry._util.files import writing
 from proximetry._util.machine import resolve_device
 from proximetry._util.tensors import chunks
@@ -219,7 +219,7 @@ class Gallery:
     def __repr__(self) -> str:
         kinds = ", ".join(dict.fromkeys(self._indexes())) or indexes.EXACT
         return (
-            f"Gallery({self.name!r}: {counted(len(self), 'image')}, {self.dim} dimensions, "
+            f"Gallery({self.name!r}: {pluralize(len(self), 'image')}, {self.dim} dimensions, "
             f"{self.similarity}, index {kinds})"
         )
 
@@ -248,7 +248,7 @@ class Gallery:
     def ids(self, where: Where | None = None) -> IntArray:
         """Return the ids of all images, or of those that match `where`, in rising order."""
         now = self._now
-        return now.ids(now.chosen(now.select(where or {})))
+        return now.ids(now.allowed_positions(now.select(where or {})))
 
     @property
     def columns(self) -> list[str]:
@@ -343,7 +343,7 @@ class Gallery:
         unlabeled = 0 if replace or new.has_labels else new.table["label"].null_count
         if unlabeled and isinstance(newest, Snapshot) and newest.count_labels():
             new.warn(
-                f"{counted(unlabeled, 'new image')} without a class in the gallery {self.name}, "
+                f"{pluralize(unlabeled, 'new image')} without a class in the gallery {self.name}, "
                 "which has classes. Pass labels=, a class folder or a table."
             )
         return self._write(new, renew=replace)
@@ -367,7 +367,7 @@ class Gallery:
         if known:
             names = some([os.fsdecode(path) for path in sorted(known)])
             raise UsageError(
-                f"{counted(len(known), 'image')} already in the gallery {self.name}: {names}. "
+                f"{pluralize(len(known), 'image')} already in the gallery {self.name}: {names}. "
                 "Use update() to embed them again."
             )
 
@@ -445,7 +445,7 @@ class Gallery:
             check_segment(self.path, info)
         now = Snapshot(self.path, manifest)
         start = int(now.starts[first])
-        positions = now.chosen(now.alive)
+        positions = now.allowed_positions(now.alive)
         positions = positions[positions >= start]
         segments = manifest.segments[:first]
         if len(positions):
@@ -557,11 +557,11 @@ class Gallery:
                 images do. If no image can be read, it is a cosine of 0.99.
             progress: called with (done, total).
         """
-        now, progress, chosen = self._now, progress or no_progress, ""
+        now, progress, threshold_source = self._now, progress or no_progress, ""
         if threshold is None:
             stored = isinstance(now, Snapshot) or self._embedder is not None
             load = (lambda: self.embedder) if stored else None
-            threshold, chosen = duplicates.measure_threshold(now, load, progress)
+            threshold, threshold_source = duplicates.measure_threshold(now, load, progress)
         cosine = self.similarity == "cosine"
         if not (-1 <= threshold <= 1 if cosine else threshold >= 0):
             kind = "a cosine, from −1 to 1" if cosine else "a distance, from 0 up"
@@ -569,7 +569,7 @@ class Gallery:
         least = float(threshold) - ROUNDING if cosine else -(float(threshold) ** 2)
         indexed = any(info.index for info in now.manifest.segments)
         if isinstance(now, Snapshot) and (len(now) <= duplicates.COMPARED or not indexed):
-            alive = now.chosen(now.alive)
+            alive = now.allowed_positions(now.alive)
             positions, scores = duplicates.compare_all(now.store, alive, least, progress)
         else:
             positions, scores = duplicates.compare_neighbors(now, least, progress)
@@ -584,7 +584,7 @@ class Gallery:
             duplicates.group_pairs(pairs),
             dict(zip(now.ids(members).tolist(), paths, strict=True)),
             float(threshold),
-            chosen,
+            threshold_source,
         )
 
 
@@ -608,8 +608,8 @@ def _rerank(now: Version, queries: FloatArray, hits: Hits, k: int) -> Hits:
 
 def _as_similarities(scores: Scores, similarity: str) -> FloatArray:
     """Return the similarities that users see: cosines up to 1, or negative distances."""
-    shown = scores.clip(-1, 1) if similarity == "cosine" else -np.sqrt(-scores)
-    return np.where(scores == -np.inf, scores, shown).astype(np.float32)
+    similarities = scores.clip(-1, 1) if similarity == "cosine" else -np.sqrt(-scores)
+    return np.where(scores == -np.inf, scores, similarities).astype(np.float32)
 
 
 def describe_index(index: str, count: int, recall: float | None = None, prefix: str = "") -> str:
@@ -620,4 +620,4 @@ def describe_index(index: str, count: int, recall: float | None = None, prefix: 
         accuracy += f", recall@10 {math.floor(1000 * recall) / 1000:.3f}"
         if recall < indexes.RECALL:
             accuracy += f", below {indexes.RECALL}; auto and Flat have a higher recall"
-    return f"index: {prefix}{index or indexes.EXACT} for {counted(count, 'image')}: {accuracy}"
+    return f"index: {prefix}{index or indexes.EXACT} for {pluralize(count, 'image')}: {accuracy}"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._util.errors import UsageError, need, shown
+from proximetry._util.errors import UsageError, format_value, need
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.metrics.reranking import binary_codes, candidates
@@ -83,7 +83,7 @@ def check(index: str, dim: int, count: int) -> None:
         return
     if not _KNOWN.fullmatch(index) and index != BINARY:
         raise UsageError(
-            f"unknown index {shown(index)}. Use auto, Flat, HNSW32, IVF1024,PQ64 or another "
+            f"unknown index {format_value(index)}. Use auto, Flat, HNSW32, IVF1024,PQ64 or another "
             "factory string of faiss, or BFlat for binary codes."
         )
     try:
@@ -124,8 +124,8 @@ def build(
     if not built.is_trained:
         sample, points = vectors, _POINTS * max(_training(index), 1024)
         if len(vectors) > points:
-            chosen = np.random.default_rng(0).choice(len(vectors), points, replace=False)
-            sample = vectors[np.sort(chosen)]
+            sample_rows = np.random.default_rng(0).choice(len(vectors), points, replace=False)
+            sample = vectors[np.sort(sample_rows)]
         built.train(sample)
     for rows in chunks(len(vectors), _BLOCK):
         built.add(binary_codes(vectors[rows]) if binary else vectors[rows])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from proximetry import __version__
-from proximetry._util.errors import UsageError, shown, some
+from proximetry._util.errors import UsageError, format_value, some
 from proximetry._util.files import (
     CHECKSUM,
     atomic_write,
@@ -164,20 +164,22 @@ def _parse(values: dict[str, Any]) -> Manifest:
     if deleted:
         deleted = Deleted(**{**deleted, "file": FileInfo(**deleted["file"])})
         if not _DELETED.fullmatch(deleted.name):
-            raise ValueError(f"invalid file of deleted ids {shown(deleted.name)}")
+            raise ValueError(f"invalid file of deleted ids {format_value(deleted.name)}")
     manifest = Manifest(**{**values, "segments": tuple(segments), "deleted": deleted})
     for segment in segments:
         kinds = {"vectors", "ids", "rows"} | ({"index"} if segment.index else set())
         kinds |= {"squares"} if manifest.similarity == "euclidean" else set()
         if set(segment.files) != kinds:
-            raise ValueError(f"invalid segment {shown(segment.name)}")
+            raise ValueError(f"invalid segment {format_value(segment.name)}")
     names = [*(segment.name for segment in segments), *manifest.retired]
     if len({*names}) < len(names):
         raise ValueError("duplicate segment")
     if invalid := [name for name in names if not _NAME.fullmatch(name)]:
-        raise ValueError(f"invalid segment {shown(invalid[0])}")
+        raise ValueError(f"invalid segment {format_value(invalid[0])}")
     if manifest.similarity not in SIMILARITIES or not 1 <= manifest.dim <= LARGEST_DIM:
-        raise ValueError(f"{shown(manifest.similarity)} in {shown(manifest.dim)} dimensions")
+        raise ValueError(
+            f"{format_value(manifest.similarity)} in {format_value(manifest.dim)} dimensions"
+        )
     return manifest
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from proximetry._util.errors import UsageError, need, shown, some, spaced
+from proximetry._util.errors import UsageError, format_value, need, some, spaced
 from proximetry._util.files import cache_folder, writing
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
@@ -155,7 +155,7 @@ def choose_index(index: str, count: int) -> tuple[str, dict[str, int]]:
     if match := re.fullmatch(r"IVF(\d+),PQ(\d+)", index):
         return "IVF_PQ", {"nlist": int(match[1]), "m": int(match[2]), "nbits": 8}
     raise UsageError(
-        f"unknown index on Milvus: {shown(index)}. Use auto, Flat, HNSW32, IVF1024,Flat or "
+        f"unknown index on Milvus: {format_value(index)}. Use auto, Flat, HNSW32, IVF1024,Flat or "
         "IVF1024,PQ64."
     )
 
@@ -226,8 +226,8 @@ class Collection:
         about = json.loads(properties[_GALLERY])
         if about["version"] != _VERSION:
             raise ValueError(
-                f"{client.address} has format version {shown(about['version'])}; this Proximetry "
-                f"reads version {_VERSION}. Install the version that wrote it."
+                f"{client.address} has format version {format_value(about['version'])}; this "
+                f"Proximetry reads version {_VERSION}. Install the version that wrote it."
             )
         self.kind, self.manifest = about["index"], Manifest(**about["manifest"])
         further = sorted(key.removeprefix(_COLUMN) for key in properties if _COLUMN in key)
@@ -276,8 +276,8 @@ class Collection:
         return cls(client, name, properties)
 
     def __len__(self) -> int:
-        (counted,) = self.client.query(self.name, filter="", output_fields=["count(*)"])
-        return int(counted["count(*)"])
+        (answer,) = self.client.query(self.name, filter="", output_fields=["count(*)"])
+        return int(answer["count(*)"])
 
     def select(self, where: rows.Where) -> Any:
         """Return the filter expression of all conditions, each of which some image meets."""
@@ -286,7 +286,7 @@ class Collection:
             targets = rows.condition_values(name, value, self.columns)
             terms.append(_condition(name, targets))
             if not self.client.query(self.name, filter=terms[-1], output_fields=["id"], limit=1):
-                raise UsageError(f"no image has {name} {some(map(shown, targets))}")
+                raise UsageError(f"no image has {name} {some(map(format_value, targets))}")
         return " and ".join(terms)
 
     def _iterate(self, field: str, allowed: str = "") -> Iterator[list[dict[str, Any]]]:
@@ -304,7 +304,7 @@ class Collection:
             ids = np.array([row["id"] for row in batch], np.int64)
             yield ids, np.array([row["vector"] for row in batch], np.float32)
 
-    def chosen(self, allowed: Any) -> IntArray:
+    def allowed_positions(self, allowed: Any) -> IntArray:
         """Return the ids of the allowed rows."""
         batches = self._iterate("id", allowed)
         return np.sort(np.array([row["id"] for batch in batches for row in batch], np.int64))

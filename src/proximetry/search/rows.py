@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._util.errors import UsageError, closest, need, shown, some
+from proximetry._util.errors import UsageError, closest, format_value, need, some
 from proximetry.data import FIELDS, Catalog
 from proximetry.data.folders import SEPARATOR, split_shard_path
 from proximetry.search.manifest import DamagedGalleryError
@@ -152,11 +152,11 @@ def select(table: Any, where: Where) -> Mask:
             met = np.full(len(table), None in targets)
         else:
             if invalid := [one for one in targets if not len(_cast([one], kind))]:
-                raise UsageError(f"column {name} is {kind}, got {some(map(shown, invalid))}")
+                raise UsageError(f"column {name} is {kind}, got {some(map(format_value, invalid))}")
             met = contains(table[name], _cast(targets, kind))
         if not met.any():
             hint = _suggest(table, name, targets)
-            raise UsageError(f"no image has {name} {some(map(shown, targets))}{hint}")
+            raise UsageError(f"no image has {name} {some(map(format_value, targets))}{hint}")
         mask &= met
     return mask
 
@@ -164,7 +164,7 @@ def select(table: Any, where: Where) -> Mask:
 def condition_values(name: str, value: Any, known: Iterable[str]) -> list[Any]:
     """Return the values of a condition of `where`, after checking its column."""
     if name not in known:
-        raise UsageError(f"the gallery has no column {shown(name)}{closest(name, known)}")
+        raise UsageError(f"the gallery has no column {format_value(name)}{closest(name, known)}")
     single = isinstance(value, str | bytes) or not isinstance(value, Iterable)
     targets = [value] if single else [*value]
     if not targets:
@@ -178,7 +178,7 @@ def parse_conditions(words: Iterable[str]) -> dict[str, list[str]]:
     for word in words:
         column, sign, value = word.partition("=")
         if not sign or not column:
-            raise UsageError(f"where {shown(word)} must be COLUMN=VALUE, such as label=jay")
+            raise UsageError(f"where {format_value(word)} must be COLUMN=VALUE, such as label=jay")
         parsed.setdefault(column, []).append(value)
     return parsed
 

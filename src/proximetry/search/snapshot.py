@@ -281,7 +281,7 @@ class Snapshot:
             return rows.select(self.table, where) & self.alive
         return self.alive
 
-    def chosen(self, allowed: Any) -> IntArray:
+    def allowed_positions(self, allowed: Any) -> IntArray:
         """Return the positions of the allowed rows, rising."""
         return np.flatnonzero(allowed)
 
@@ -313,15 +313,15 @@ class Snapshot:
 
     def take(self, positions: IntArray, columns: Iterable[str]) -> dict[str, list[Any]]:
         """Return columns of the rows at positions; None at −1."""
-        taken = {name: np.full(len(positions), None, np.object_) for name in columns}
+        result = {name: np.full(len(positions), None, np.object_) for name in columns}
         owner = np.searchsorted(self.starts, positions, "right") - 1
         for number in np.unique(owner[owner >= 0]):
             table, here = self.segments[number].rows, owner == number
             part = rows.arrow().array(positions[here] - self.starts[number])
-            for name in taken:
+            for name in result:
                 if name in table.column_names:
-                    taken[name][here] = rows.values(table[name].take(part))
-        return {name: values.tolist() for name, values in taken.items()}
+                    result[name][here] = rows.values(table[name].take(part))
+        return {name: values.tolist() for name, values in result.items()}
 
     def find_paths(self, table: Any) -> dict[bytes, int]:
         """Return those of a table's paths that are in the gallery, and their positions."""
@@ -392,11 +392,11 @@ class Snapshot:
 
     def blocks(self) -> Iterator[tuple[IntArray, FloatArray]]:
         """Yield positions and vectors of all rows."""
-        positions = self.chosen(self.alive)
+        positions = self.allowed_positions(self.alive)
         for part in chunks(len(positions), 1024):
             yield positions[part], self.vectors(positions[part])
 
     def without(self, ids: IntArray) -> Manifest:
         """Return the manifest with more ids removed, after writing their file."""
-        gone = np.union1d(self.deleted, ids)
-        return replace(self.manifest, deleted=write_deleted(self.folder, gone))
+        all_deleted = np.union1d(self.deleted, ids)
+        return replace(self.manifest, deleted=write_deleted(self.folder, all_deleted))

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._util.errors import UsageError, counted, some
+from proximetry._util.errors import UsageError, pluralize, some
 from proximetry._util.files import atomic_write
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
@@ -154,7 +154,7 @@ class NewImages:
         self.table = self.table.take(rows.arrow().array(readable))
         self._rows, self._stamps = self._rows[readable], [self._stamps[i] for i in readable]
         if required and not len(self.table):
-            count = counted(len(self.skipped), "image")
+            count = pluralize(len(self.skipped), "image")
             raise ValueError(f"no image can be read of {count}: {self.skipped[0]}")
 
     def _reuse(self, folder: Path) -> list[IntArray]:

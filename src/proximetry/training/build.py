@@ -23,7 +23,7 @@ from proximetry.models.backbones import (
     set_drop_path,
     takes_one_size,
 )
-from proximetry.models.constants import OWN, VECTOR_BACKBONES, Similarity
+from proximetry.models.constants import CUSTOM, VECTOR_BACKBONES, Similarity
 from proximetry.models.lora import add_lora
 from proximetry.recipe.auto import choose
 from proximetry.recipe.loading import RecipeError
@@ -151,7 +151,7 @@ def make_data(recipe: Recipe, context: RunContext) -> tuple[Embedder, TrainingDa
         ("embedder", "model.backbone", recipe.model.backbone),
         ("loss", "loss.name", recipe.loss.name),
     ):
-        if name.startswith(OWN) and getattr(components, argument) is None:
+        if name.startswith(CUSTOM) and getattr(components, argument) is None:
             raise RecipeError(f"{key} {name!r} is custom. Pass it in Python: train({argument}=…)")
     if isinstance(source, TorchDatasets):
         catalog = source.catalog(display)
@@ -164,10 +164,10 @@ def make_data(recipe: Recipe, context: RunContext) -> tuple[Embedder, TrainingDa
     if embedder is None:
         width = catalog.vectors.shape[1] if isinstance(catalog, VectorCatalog) else None
         if (width is not None) != (recipe.model.backbone in VECTOR_BACKBONES):
-            taken, there = ("vectors", "images") if width is None else ("images", "vectors")
+            accepts, there = ("vectors", "images") if width is None else ("images", "vectors")
             raise RecipeError(
                 f"{catalog.root} contains {there}, but model.backbone {recipe.model.backbone} "
-                f"takes {taken}. Use another model.backbone: `vectors` takes vectors."
+                f"takes {accepts}. Use another model.backbone: `vectors` takes vectors."
             )
         embedder = make_embedder(
             recipe.model, recipe.evaluation.similarity, display.message, input_dim=width
@@ -222,7 +222,7 @@ def _apply_training_keys(embedder: Embedder, m: ModelConfig, report: Report) -> 
     """Freeze batch norm, add LoRA and stochastic depth as set in the recipe."""
     if m.freeze_batchnorm:
         freeze_batchnorm(embedder)
-    if m.lora_rank is not None and not embedder.is_own:  # which `check_network` rejects
+    if m.lora_rank is not None and not embedder.is_custom:  # which `check_network` rejects
         add_lora(embedder, m.lora_rank, m.lora_alpha)
     name = embedder.architecture.backbone
     if m.drop_path and not set_drop_path(embedder.backbone, name, m.drop_path):
@@ -232,7 +232,7 @@ def _apply_training_keys(embedder: Embedder, m: ModelConfig, report: Report) -> 
 
 def check_network(recipe: Recipe, embedder: Embedder) -> None:
     """Reject keys of the recipe that the network does not support, before images are decoded."""
-    if recipe.model.lora_rank is not None and embedder.is_own:
+    if recipe.model.lora_rank is not None and embedder.is_custom:
         raise RecipeError("model.lora_rank needs a timm network, not a custom one")
     if recipe.model.freeze_backbone and not embedder.parameter_parts()["head"]:
         raise RunError("model.freeze_backbone leaves nothing to train: there is no head")

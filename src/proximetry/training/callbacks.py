@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from proximetry._util.errors import closest, shown
+from proximetry._util.errors import closest, format_value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,14 +47,16 @@ EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
 def check_callbacks(callbacks: object) -> list[Any]:
     """Return callbacks; reject other objects, and methods that would never be called."""
     if not isinstance(callbacks, Iterable) or isinstance(callbacks, str):
-        raise TypeError(f"callbacks must be a list of callbacks, got {shown(callbacks)}")
+        raise TypeError(f"callbacks must be a list of callbacks, got {format_value(callbacks)}")
     checked = list(callbacks)
     for callback in checked:
         if isinstance(callback, type):
             raise TypeError(f"callback {callback.__name__} is a class: write {callback.__name__}()")
         methods = [method for method in dir(callback) if method.startswith("on_")]
         if not methods:
-            raise TypeError(f"no callback: {shown(callback)}. It has none of {', '.join(EVENTS)}")
+            raise TypeError(
+                f"no callback: {format_value(callback)}. It has none of {', '.join(EVENTS)}"
+            )
         for method in methods:
             if method not in EVENTS:
                 name, hint = type(callback).__name__, closest(method, EVENTS)

@@ -264,8 +264,8 @@ def load_checkpoint(
                 _, index, name = key.split(".", 2)
                 states.setdefault(int(index), {})[name] = tensor
         groups = header["optimizer"]["groups"]
-        for group, own in zip(groups, optimizer.param_groups, strict=False):
-            group["fused"] = own["fused"]  # depends on the device, not on the run
+        for group, current in zip(groups, optimizer.param_groups, strict=False):
+            group["fused"] = current["fused"]  # depends on the device, not on the run
         optimizer.load_state_dict({"state": states, "param_groups": groups})
         for parameter, values in optimizer.state.items():
             for name, value in values.items():  # fused optimizers need the same memory format

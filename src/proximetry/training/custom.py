@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from proximetry._util.errors import UsageError, shown
+from proximetry._util.errors import UsageError, format_value
 from proximetry.data import Catalog
 from proximetry.models import Embedder
-from proximetry.models.constants import OWN
+from proximetry.models.constants import CUSTOM
 from proximetry.recipe.schema import AUTO, Recipe
 from proximetry.training.build import Components
 from proximetry.training.sources.torch_dataset import torch_datasets
@@ -24,18 +24,18 @@ def custom_components(
     if data is not None:
         if isinstance(data, str | PathLike):
             raise UsageError(
-                f"data must be a Catalog or a dataset, got {shown(data)}. For a folder of images, "
-                "use Catalog.from_folder."
+                f"data must be a Catalog or a dataset, got {format_value(data)}. For a folder of "
+                "images, use Catalog.from_folder."
             )
         if not isinstance(data, Catalog):
             data = torch_datasets(data)
         name = type(data).__name__ if isinstance(data, Catalog) else data.name
-        changes |= {"data.dataset": f"{OWN}{name}", "data.root": None}
+        changes |= {"data.dataset": f"{CUSTOM}{name}", "data.root": None}
     if embedder is not None:
         changes |= _describe_embedder(recipe, embedder)
     if loss is not None:
         loss = _as_module(loss)
-        changes |= {"loss.name": f"{OWN}{type(loss).__name__}", "loss.settings": _settings(loss)}
+        changes |= {"loss.name": f"{CUSTOM}{type(loss).__name__}", "loss.settings": _settings(loss)}
     return recipe.override(changes), Components(data, embedder, loss)
 
 
@@ -43,7 +43,7 @@ def _describe_embedder(recipe: Recipe, embedder: Any) -> dict[str, Any]:
     """Return the keys of a recipe that describe an embedder."""
     if not isinstance(embedder, Embedder):
         hint = ". Use Embedder.wrap." if isinstance(embedder, nn.Module) else ""
-        raise UsageError(f"embedder must be an Embedder, got {shown(embedder)}{hint}")
+        raise UsageError(f"embedder must be an Embedder, got {format_value(embedder)}{hint}")
     bits = recipe.model.bits
     if bits not in (None, embedder.bits):
         raise UsageError(
@@ -52,7 +52,7 @@ def _describe_embedder(recipe: Recipe, embedder: Any) -> dict[str, Any]:
         )
     names = ("backbone", "pooling", "layer_norm", "normalize", "flip_tta", "tta_crops")
     keys = {f"model.{name}": getattr(embedder.architecture, name) for name in names}
-    keys |= {"model.dim": embedder.dim, "model.weights": "own", "model.bits": embedder.bits}
+    keys |= {"model.dim": embedder.dim, "model.weights": "custom", "model.bits": embedder.bits}
     keys["evaluation.similarity"] = embedder.architecture.similarity
     if (recipe.model.pca_dim or 0) >= embedder.dim:
         keys["model.pca_dim"] = None
@@ -60,7 +60,7 @@ def _describe_embedder(recipe: Recipe, embedder: Any) -> dict[str, Any]:
         pixels = embedder.preprocessing
         keys["model.image_size"] = pixels.crop[0] if len({*pixels.crop}) == 1 else None
         keys |= {"model.resize": pixels.short_side, "model.squash": pixels.squash}
-    if embedder.is_own and recipe.training.cuda_graph == AUTO:
+    if embedder.is_custom and recipe.training.cuda_graph == AUTO:
         keys["training.cuda_graph"] = False  # its forward pass may differ from call to call
     return keys
 
@@ -82,7 +82,9 @@ def _as_module(loss: Any) -> nn.Module:
     if isinstance(loss, nn.Module):
         return loss
     if not callable(loss):
-        raise UsageError(f"loss must be callable as loss(embeddings, labels), got {shown(loss)}")
+        raise UsageError(
+            f"loss must be callable as loss(embeddings, labels), got {format_value(loss)}"
+        )
     name = getattr(loss, "__name__", type(loss).__name__)
     module: nn.Module = type(name, (_Function,), {})(loss)
     return module

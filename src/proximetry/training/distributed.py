@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from proximetry._util.errors import UsageError, shown
+from proximetry._util.errors import UsageError, format_value
 from proximetry._util.machine import resolve_device
 from proximetry.recipe.auto import DeviceFacts
 
@@ -84,27 +84,27 @@ class World:
 def join_processes(device: str | None = None) -> World:
     """Join the processes that torchrun started, if it did."""
     single = "RANK" not in os.environ or "WORLD_SIZE" not in os.environ
-    place = resolve_device(device)
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", 0 if single else int(os.environ.get("LOCAL_RANK", "0")))
+    local_device = resolve_device(device)
+    if local_device.type == "cuda" and local_device.index is None:
+        local_device = torch.device("cuda", 0 if single else int(os.environ.get("LOCAL_RANK", "0")))
     if single:
-        return World(device=place)
+        return World(device=local_device)
     if dist.is_initialized():
-        return World(dist.get_rank(), dist.get_world_size(), place)
+        return World(dist.get_rank(), dist.get_world_size(), local_device)
     text = os.environ.get(RANK_TIMEOUT, "")
     try:
         timeout = timedelta(seconds=float(text or DEFAULT_TIMEOUT))
     except (ValueError, OverflowError):
-        raise UsageError(f"{RANK_TIMEOUT} must be seconds, got {shown(text)}") from None
+        raise UsageError(f"{RANK_TIMEOUT} must be seconds, got {format_value(text)}") from None
     try:
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=timeout)
+        dist.init_process_group("nccl" if local_device.type == "cuda" else "gloo", timeout=timeout)
     except RuntimeError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RankError(
             f"the ranks cannot connect at {address}: {_reason(error)}. Start all "
             f"{os.environ['WORLD_SIZE']} ranks, for example with torchrun."
         ) from error
-    return World(dist.get_rank(), dist.get_world_size(), place, owns_group=True)
+    return World(dist.get_rank(), dist.get_world_size(), local_device, owns_group=True)
 
 
 @contextmanager

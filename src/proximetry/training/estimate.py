@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from proximetry._util.errors import counted, first_few, readable_seconds, readable_size
+from proximetry._util.errors import first_few, pluralize, readable_seconds, readable_size
 from proximetry.data.cache import Bad, cache_home, describe_copies, raise_unreadable
 from proximetry.data.images import ImageError
 from proximetry.data.loader import decode, parallel_map
@@ -159,10 +159,12 @@ def _decode(run: Run, display: Display) -> _Decoded:
     """Decode images as the run will, without storing them; raise what it would raise."""
     catalog, preprocessing = run.data.catalog, run.updater.embedder.preprocessing
     rows = np.linspace(0, len(catalog) - 1, min(len(catalog), MAX_DECODED)).astype(int).tolist()
-    display.message(f"checking {counted(len(rows), 'image')}…")
-    size, how = cache_sizes(run.recipe, preprocessing)[0], preprocessing.interpolation
+    display.message(f"checking {pluralize(len(rows), 'image')}…")
+    size, interpolation = cache_sizes(run.recipe, preprocessing)[0], preprocessing.interpolation
     started, errors = time.perf_counter(), list[tuple[str, str]]()
-    images = parallel_map(partial(decode, size=size, interpolation=how), map(catalog.file, rows))
+    images = parallel_map(
+        partial(decode, size=size, interpolation=interpolation), map(catalog.file, rows)
+    )
     for number, (row, image) in enumerate(zip(rows, images, strict=True), 1):
         if isinstance(image, ImageError):
             errors.append((catalog.paths[row], image.reason))
@@ -190,8 +192,8 @@ def _measure(run: Run, recipe: Recipe) -> tuple[float, float, int]:
     """Return images per second in training and in evaluation on random input; bytes of memory."""
     updater, world, data = run.updater, run.world, run.data
     embedder, on_cuda = updater.embedder, world.device.type == "cuda"
-    own = max(1, min(recipe.data.batch_size, len(data.rows["train"])) // world.size)
-    batch = own if on_cuda else min(own, CPU_BATCH)
+    share = max(1, min(recipe.data.batch_size, len(data.rows["train"])) // world.size)
+    batch = share if on_cuda else min(share, CPU_BATCH)
     if data.stage == "features" or not embedder.takes_images:
         shape = getattr(embedder.preprocessing, "shape", ())
         width = (embedder.width,) if data.stage == "features" else tuple(shape)
@@ -214,7 +216,7 @@ def _measure(run: Run, recipe: Recipe) -> tuple[float, float, int]:
     evaluation = _rate(embed, batch, run)
     if on_cuda:
         return training, evaluation, torch.cuda.max_memory_reserved(world.device)
-    return training, evaluation, before + (_peak_memory() - before) * own // batch
+    return training, evaluation, before + (_peak_memory() - before) * share // batch
 
 
 def _rate(step: Callable[[int], Any], images: int, run: Run) -> float:
@@ -243,13 +245,13 @@ def describe(document: dict[str, Any]) -> str:
     """Format the result of `dry_run` in lines of at most 80 columns where paths allow it."""
     data, recipe, cache = document["data"], Recipe.load(document["recipe"]), document["cache"]
     counts = [
-        f"{counted(data[name]['images'], 'image')} of "
-        f"{counted(data[name]['classes'], 'class')} {use}"
+        f"{pluralize(data[name]['images'], 'image')} of "
+        f"{pluralize(data[name]['classes'], 'class')} {use}"
         for name, use in (("train", "to train on"), ("held_out", "held out"), ("test", "to test"))
         if data[name]["images"]
     ]
     if document["decoded"]:
-        counts.append(f"{counted(document['decoded'], 'image')} decoded to check them")
+        counts.append(f"{pluralize(document['decoded'], 'image')} decoded to check them")
         skipped = [f"skipped {reason}" for reason in document["skipped"]]
         counts += first_few(skipped, "the document of --json")
     missing, seconds = cache["missing_bytes"], document["seconds"]
@@ -262,7 +264,7 @@ def describe(document: dict[str, Any]) -> str:
         "recipe": [
             f"{recipe.name}: {m.backbone}, {'' if side is None else f'{side} px, '}{dim}, "
             f"{recipe.loss.name}",
-            f"{counted(recipe.training.epochs, 'epoch')}, batches of {recipe.data.batch_size}",
+            f"{pluralize(recipe.training.epochs, 'epoch')}, batches of {recipe.data.batch_size}",
         ],
         "weights": [document["weights"]],
         "device": [document["device"].removeprefix("on ")],

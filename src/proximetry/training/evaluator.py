@@ -37,8 +37,8 @@ from proximetry.training.step import autocast
 
 Scores = dict[str, Any]
 """Metrics by name. ``dims`` has those of the first d dimensions, by d as text; ``codes`` those of
-trained binary codes by Hamming distance; ``among_train``, for held-out classes, the metric that
-selects the epoch with training images as distractors."""
+trained binary codes by Hamming distance; ``with_distractors``, for held-out classes, the metric
+that selects the epoch with training images as distractors."""
 CODES = "codes"
 Scored = dict[int | str, Evaluation]
 """Scores of every query: with all dimensions first, with the first d, by d, and of `CODES`."""
@@ -265,7 +265,7 @@ class Evaluator:
                 if split == "held_out":
                     with self._autocast(full_precision):
                         others = embedder.project(distractors)
-                    scores[split] |= self._search_among_train(vectors, others)
+                    scores[split] |= self._search_with_distractors(vectors, others)
         return Evaluated(scores, embedder)
 
     def embed(self, rows: Rows) -> Tensor:
@@ -301,7 +301,7 @@ class Evaluator:
         """Return the part that this process embeds, in the order of ranks."""
         return rows[self.world.share(len(rows))]
 
-    def _search_among_train(self, vectors: Tensor, distractors: Tensor) -> Scores:
+    def _search_with_distractors(self, vectors: Tensor, distractors: Tensor) -> Scores:
         """Return the metric that selects the epoch, with training images as distractors.
 
         A few held-out classes are easily separated from each other, also when overfitting draws
@@ -324,7 +324,7 @@ class Evaluator:
         )
         # Clusterings and pairs are of the held-out images only.
         name = e.select_by
-        return {"among_train": {name: scores[name]}} if name in scores else {}
+        return {"with_distractors": {name: scores[name]}} if name in scores else {}
 
     @cached_property
     def _distractors(self) -> npt.NDArray[np.bool_]:
@@ -332,9 +332,9 @@ class Evaluator:
         train, held_out = self.data.rows["train"], self.data.rows["held_out"]
         # A split "val" may have classes that are trained on.
         others = np.flatnonzero(~np.isin(self._labels[train], self._labels[held_out]))
-        chosen = np.zeros(len(train), bool)
-        chosen[others[:: max(1, -(-len(others) // MAX_DISTRACTORS))]] = True
-        return self._share(chosen)
+        mask = np.zeros(len(train), bool)
+        mask[others[:: max(1, -(-len(others) // MAX_DISTRACTORS))]] = True
+        return self._share(mask)
 
     def _fit_on_train(self, distract: bool, full_precision: bool) -> tuple[Embedder, Tensor]:
         """Fit PCA or the mean of codes on the training images, if the recipe has them.
@@ -343,13 +343,13 @@ class Evaluator:
         """
         rows, model = self._share(self.data.rows["train"]), self.recipe.model
         dim, binary = model.pca_dim, model.bits is not None
-        chosen = self._distractors if distract else np.zeros(len(rows), bool)
+        mask = self._distractors if distract else np.zeros(len(rows), bool)
         if dim is None and not binary:
-            rows, chosen = rows[chosen], chosen[chosen]
-        moments, chosen_features, finite, start = None, [], [], 0
+            rows, mask = rows[mask], mask[mask]
+        moments, distractor_features, finite, start = None, [], [], 0
         total = torch.zeros(self.embedder.dim, dtype=torch.float64, device=self.world.device)
         for features in self._features_of(rows, full_precision):
-            chosen_features.append(features[chosen[start : start + len(features)]])
+            distractor_features.append(features[mask[start : start + len(features)]])
             start += len(features)
             with self._autocast(full_precision):
                 vectors = self.embedder.project(features)
@@ -361,7 +361,7 @@ class Evaluator:
                 added = second_moments(vectors)
                 moments = added if moments is None else moments + added
         self._check_finite(self.embedder, rows, torch.cat(finite))
-        distractors = torch.cat(chosen_features)
+        distractors = torch.cat(distractor_features)
         if binary:
             if self.world.size > 1:
                 dist.all_reduce(total)

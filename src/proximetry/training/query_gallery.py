@@ -23,11 +23,11 @@ def choose_split(catalog: Catalog, split: str | None, source: str) -> tuple[Cata
     """Return the rows of a split and its name: by default test if there are such rows, else all."""
     if len(catalog) == 0:
         raise UsageError(f"{source} contains no images")
-    chosen = split or ("test" if "test" in catalog.splits else "all")
-    rows = catalog if chosen == "all" else catalog.filter(split=chosen)
+    name = split or ("test" if "test" in catalog.splits else "all")
+    rows = catalog if name == "all" else catalog.filter(split=name)
     if len(rows) == 0:
-        raise UsageError(f"{source} has no rows of split {chosen!r}. Try --split all.")
-    return rows, chosen
+        raise UsageError(f"{source} has no rows of split {name!r}. Try --split all.")
+    return rows, name
 
 
 def with_needed_roles(catalog: Catalog) -> Catalog:

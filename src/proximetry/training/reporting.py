@@ -217,7 +217,7 @@ def _scores(scores: Mapping[str, Any]) -> str:
     texts = [f"{short[name]} {100 * scores[name]:5.1f}" for name in names]
     if "codes" in scores:
         texts.append(f"codes {_scores(scores['codes'])}")
-    selecting = scores.get("among_train", {}).values()
+    selecting = scores.get("with_distractors", {}).values()
     return "  ".join([*texts, *(f"with distractors {100 * value:5.1f}" for value in selecting)])
 
 
@@ -226,14 +226,14 @@ def metric_title(name: str) -> str:
     return name.upper() if name.startswith("map@") else name
 
 
-AMONG_TRAIN = "with training distractors"
+WITH_DISTRACTORS = "with training distractors"
 """Added to a metric of held-out images whose gallery has training images, too."""
 
 
 def selection_title(split: str, metric: str) -> str:
     """Return the metric of a split that selects the epoch, in words."""
     distractors = split == "held_out" and metric not in ONE_SET
-    return f"{split.replace('_', '-')} {metric_title(metric)}{f' {AMONG_TRAIN}' * distractors}"
+    return f"{split.replace('_', '-')} {metric_title(metric)}{f' {WITH_DISTRACTORS}' * distractors}"
 
 
 def describe_protocol(results: Mapping[str, Any], select_by: str) -> str:
@@ -290,8 +290,8 @@ def metrics_table(
             lines.append((f"  first {dim} dimensions", part))
         if "codes" in scores:
             lines.append(("  binary codes, Hamming distance", scores["codes"]))
-        if "among_train" in scores:
-            lines.append((f"  {AMONG_TRAIN}", scores["among_train"]))
+        if "with_distractors" in scores:
+            lines.append((f"  {WITH_DISTRACTORS}", scores["with_distractors"]))
     values = {key: value for _, scores in lines for key, value in scores.items()}
     numbers = [key for key, value in values.items() if isinstance(value, (int, float))]
     keys = columns or [key for key in numbers if key not in COUNTS]

@@ -90,7 +90,7 @@ def _evaluate(run: Run, evaluated: Evaluated | None = None) -> Evaluated:
 
 def selection_value(scores: Scores, metric: str) -> float:
     """Return the metric that selects the epoch, with training images as distractors if any."""
-    return float(scores.get("among_train", scores)[metric])
+    return float(scores.get("with_distractors", scores)[metric])
 
 
 def early_stop(run: Run) -> str:

@@ -153,8 +153,8 @@ class RunFolder:
 
     def checkpoints(self) -> list[Path]:
         """Return the existing checkpoints: the last, the best, kept epochs from the newest."""
-        kept = self.last.parent.glob("epoch-*.safetensors")
-        newest_first = sorted(kept, key=lambda path: (len(path.name), path.name), reverse=True)
+        epochs = self.last.parent.glob("epoch-*.safetensors")
+        newest_first = sorted(epochs, key=lambda path: (len(path.name), path.name), reverse=True)
         return [path for path in (self.last, self.best, *newest_first) if path.exists()]
 
     def begin(self, recipe: Recipe, device: torch.device) -> None:

@@ -36,30 +36,36 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
 class Objective(nn.Module):
     """Loss and added terms in one module with one state dictionary.
 
-    Class names are in the order of the labels; ``own`` is a custom loss that replaces the config's.
+    Class names are in the order of the labels; ``custom_loss`` is a custom loss that replaces the config's.
     """
 
     def __init__(
-        self, config: LossConfig, class_names: Sequence[str], dim: int, own: nn.Module | None = None
+        self,
+        config: LossConfig,
+        class_names: Sequence[str],
+        dim: int,
+        custom_loss: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.loss: nn.Module
         pairs, n = config.name.removeprefix("pairs/"), len(class_names)
-        if own is not None:
-            self.loss = own
+        if custom_loss is not None:
+            self.loss = custom_loss
         elif pairs != config.name:
             self.loss = losses.PairLoss(pairs, dim=dim, **config.settings)  # type: ignore[arg-type]
         else:
             self.loss = losses.create(config.name, n, dim, **config.settings)
         # The parameters of a custom loss have the learning rate of proxies.
-        self.learns_as_proxies = own is not None and not isinstance(own, losses.ProxyLoss)
+        self.learns_as_proxies = custom_loss is not None and not isinstance(
+            custom_loss, losses.ProxyLoss
+        )
         proxies = None
         if isinstance(self.loss, losses.ProxyLoss):
             self.loss.check_labels = False  # they come from the catalog
             proxies = self.loss.proxies
             if (proxies.num_classes, proxies.dim) != (n, dim):
                 raise UsageError(
-                    f"loss {type(own).__name__} has {proxies.num_classes} classes and "
+                    f"loss {type(custom_loss).__name__} has {proxies.num_classes} classes and "
                     f"{proxies.dim} dimensions, but the run has {n} training classes (without "
                     f"held-out ones; evaluation.protocol last has none) and {dim} dimensions"
                 )
@@ -173,7 +179,7 @@ class Updater:
         if self.graph:
             self.network = GraphedNetwork(self._plain, self._on_graph_failure)
         if self.world.size > 1:  # a custom network may not use all of its parameters
-            unused = self.embedder.is_own
+            unused = self.embedder.is_custom
             self.network = DistributedDataParallel(self.network, find_unused_parameters=unused)
         return True
 

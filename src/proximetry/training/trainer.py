@@ -78,9 +78,9 @@ def train(
     if any(part is not None for part in (data, embedder, loss)):
         recipe, components = custom_components(recipe, data, embedder, loss)
     world = join_processes(device)
-    shown = display if display is not None and world.leads else Display()
-    context = RunContext(world, shown, callbacks, components, resume)
-    with preserve_torch_state(world, out), shown:
+    run_display = display if display is not None and world.leads else Display()
+    context = RunContext(world, run_display, callbacks, components, resume)
+    with preserve_torch_state(world, out), run_display:
         if recipe.training.two_stages:
             return _train_two_stages(recipe, Path(out), context)
         return _train_run(recipe, RunFolder(Path(out)), context)
@@ -179,8 +179,8 @@ def _resume(run: Run, saved: SavedRun) -> None:
         raise CheckpointError(folder.best, f"of the selected epoch {state.best_epoch} is missing")
     before, now = saved.recipe.training.epochs, run.recipe.training.epochs
     if before != now:
-        how = "extended" if now > before else "shortened"
-        run.report(f"{how} from {before} to {now} epochs")
+        change = "extended" if now > before else "shortened"
+        run.report(f"{change} from {before} to {now} epochs")
     run.report(f"continuing after step {state.step} (epoch {state.epoch})")
 
 
@@ -213,9 +213,9 @@ def _train_two_stages(recipe: Recipe, out: Path, context: RunContext) -> dict[st
     """
     check_stages_folder(out)
     first, second = RunFolder(out / FIRST_STAGE), RunFolder(out / SECOND_STAGE)
-    chosen = _train_run(first_stage(recipe), first, context, second)
-    epochs = chosen["selected"]["epoch"]
-    drops = [drop for drop in chosen["drops"] if drop < epochs]
+    selection = _train_run(first_stage(recipe), first, context, second)
+    epochs = selection["selected"]["epoch"]
+    drops = [drop for drop in selection["drops"] if drop < epochs]
     recipe = recipe.override(
         {
             "name": f"{recipe.name}, second stage",
@@ -226,7 +226,7 @@ def _train_two_stages(recipe: Recipe, out: Path, context: RunContext) -> dict[st
     )
     context.display.message(f"second stage: {epochs} epochs, learning-rate drops after {drops}")
     results = _train_run(recipe, second, context)
-    return {**results, "protocol": "held_out", "first_stage": chosen["selected"]}
+    return {**results, "protocol": "held_out", "first_stage": selection["selected"]}
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
 from proximetry import __version__
-from proximetry._util.errors import UsageError, closest, shorten, shown
+from proximetry._util.errors import UsageError, closest, format_value, shorten
 from proximetry._util.machine import cores
 from proximetry.data import ImageError
 from proximetry.search.gallery import ROUNDING
@@ -32,7 +32,7 @@ from proximetry.web.view import SIZES, View, plain
 
 T = TypeVar("T")
 
-MOST_FOUND = 1000
+MAX_RESULTS = 1000
 _LARGEST_ID = 2**63 - 1
 _MOST_CLASSES = 2000  # listed on the page
 _STATIC = Path(__file__).parent / "static"
@@ -74,7 +74,7 @@ class Matches(BaseModel):
     similarity: Literal["cosine", "euclidean"]
     images: int = Field(description="Number of images in the gallery.")
     query: Item | None = Field(description="The image of the gallery that is the query.")
-    found: list[Match]
+    results: list[Match]
 
 
 class SearchForm(BaseModel):
@@ -86,7 +86,7 @@ class SearchForm(BaseModel):
         le=_LARGEST_ID,
         description="An image of the gallery, which is excluded from the results.",
     )
-    k: int = Field(10, ge=1, le=MOST_FOUND, description="Number of results.")
+    k: int = Field(10, ge=1, le=MAX_RESULTS, description="Number of results.")
     where: list[str] = Field(
         [],
         max_length=100,
@@ -216,7 +216,7 @@ class Service:
             ids, points = current.ids[there], current.points[there].astype(float).round(4)
             number = {name: row for row, name in enumerate(about.classes)}
             labels = gallery.rows(ids, ["label"])["label"]
-            drawn = Map(
+            answer = Map(
                 state="ready",
                 images=len(gallery),
                 outdated=current.version != gallery.version,
@@ -226,7 +226,7 @@ class Service:
                 label=[number.get(plain(label), -1) for label in labels],
                 labels=list(number),
             )
-            self._map = key, drawn.model_dump_json().encode()
+            self._map = key, answer.model_dump_json().encode()
         return 200, self._map[1]
 
 
@@ -272,7 +272,7 @@ def _handle_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:])
-        value = "" if first["type"] == "missing" else f", got {shown(first['input'])}"
+        value = "" if first["type"] == "missing" else f", got {format_value(first['input'])}"
         message = first["msg"][:1].lower() + first["msg"][1:]
         return problem(422, f"{where}: {message}{value}")
 
@@ -321,12 +321,12 @@ def _add_search(app: FastAPI, service: Service) -> None:
         spent = {"wait": answer.wait, "model": answer.model, "search": answer.search}
         timing = ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in spent.items())
         response.headers["Server-Timing"] = timing
-        found = answer.found
+        results = answer.results
         if query.threshold is not None:
             cosine = answer.similarity == "cosine"
             least = query.threshold - ROUNDING if cosine else -query.threshold
-            found = [one for one in found if one["similarity"] >= least]
-        return Matches.model_validate({**answer._asdict(), "found": found})
+            results = [one for one in results if one["similarity"] >= least]
+        return Matches.model_validate({**answer._asdict(), "results": results})
 
 
 def _parse_form(form: FormData) -> tuple[SearchForm, Conditions]:
@@ -335,7 +335,7 @@ def _parse_form(form: FormData) -> tuple[SearchForm, Conditions]:
     values: dict[str, Any] = {}
     for name, value in form.multi_items():
         if name not in fields:
-            raise UsageError(f"no field {shown(name)}{closest(name, fields)}")
+            raise UsageError(f"no field {format_value(name)}{closest(name, fields)}")
         if value and isinstance(value, UploadFile) != (name == "image"):
             raise UsageError(f"{name} must {'' if name == 'image' else 'not '}be a file")
         if value:

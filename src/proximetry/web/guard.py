@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from proximetry._util.errors import UsageError, readable_size, shown
+from proximetry._util.errors import UsageError, format_value, readable_size
 
 MOST_BYTES = 20_000_000  # of a request
 MOST_REQUESTS, MOST_SEARCHES = 256, 128
@@ -119,7 +119,7 @@ class Guard:
         if self._token is None and name not in self._hosts:
             raise HTTPException(
                 421,
-                f"unknown host {shown(host)}; this server accepts "
+                f"unknown host {format_value(host)}; this server accepts "
                 f"{', '.join(sorted(self._hosts))}. Start it with a token for other names.",
             )
         if scope["method"] not in ("GET", "HEAD") and not _same_origin(headers):

@@ -34,7 +34,7 @@ Conditions = tuple[tuple[str, tuple[str, ...]], ...]
 class Answer(NamedTuple):
     """Results, nearest first, the query if it is in the gallery, and seconds spent."""
 
-    found: list[dict[str, Any]]
+    results: list[dict[str, Any]]
     query: dict[str, Any] | None
     similarity: str
     images: int
@@ -178,10 +178,10 @@ class Searcher:
         rows = zip(jobs, result.ids.tolist(), result.similarities.tolist(), strict=True)
         for row, (job, ids, near) in enumerate(rows):
             ranks = [n for n, one in enumerate(ids) if one >= 0 and one != job.item][: job.k]
-            chosen = {name: [values[row][n] for n in ranks] for name, values in columns.items()}
-            matches = self._view.records([ids[n] for n in ranks], chosen)
-            for place, (rank, match) in enumerate(zip(ranks, matches, strict=True)):
-                match |= {"rank": place + 1, "similarity": round(near[rank], 6)}
+            ranked = {name: [values[row][n] for n in ranks] for name, values in columns.items()}
+            matches = self._view.records([ids[n] for n in ranks], ranked)
+            for position, (rank, match) in enumerate(zip(ranks, matches, strict=True)):
+                match |= {"rank": position + 1, "similarity": round(near[rank], 6)}
             yield matches
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from proximetry._util.errors import UsageError, counted, need, shown
+from proximetry._util.errors import UsageError, format_value, need, pluralize
 from proximetry.search.manifest import is_milvus, read_manifest
 from proximetry.web.guard import Guard, check_token
 
@@ -64,7 +64,7 @@ def serve(
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"unknown host {shown(host)}") from error
+        raise UsageError(f"unknown host {format_value(host)}") from error
     family, _, _, _, address = addresses[0]
     ip = ipaddress.ip_address(str(address[0]).partition("%")[0])
     if not ip.is_loopback and token is None:
@@ -76,14 +76,14 @@ def serve(
         app = make_app(Path(gallery))
         port = listening.getsockname()[1]
         name = f"[{host}]" if ":" in host else host.lower()
-        shown_name = socket.gethostname() if ip.is_unspecified else name
-        url, note = f"http://{shown_name}:{port}/", ""
+        host_name = socket.gethostname() if ip.is_unspecified else name
+        url, note = f"http://{host_name}:{port}/", ""
         if token and sys.stdout.isatty():
             url += f"?token={token}"
         elif token:
             url += "?token=TOKEN"
             note = "TOKEN is the access token, which is printed to terminals only.\n"
-        images = counted(len(app.state.service.view.current()), "image")
+        images = pluralize(len(app.state.service.view.current()), "image")
         report(f"{gallery}: {images}. The page is at\n\n  {url}\n\n{note}Ctrl-C stops it.")
         # open_image has limits; clients must not fill the log.
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)

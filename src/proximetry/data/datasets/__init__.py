@@ -15,7 +15,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from proximetry._util.errors import UsageError, closest, shown, spaced
+from proximetry._util.errors import UsageError, closest, format_value, spaced
 from proximetry._util.types import Progress
 from proximetry.data.folders import class_folders
 
@@ -115,45 +115,45 @@ def resolve_source(
     it is published, or a .csv, .parquet or .tar file; or it is a file of vectors.
     """
     word = os.fspath(source)
-    place = Path(word).expanduser()
-    if word in DATASETS and (root is not None or DATASETS[word].built_in or not place.exists()):
+    path = Path(word).expanduser()
+    if word in DATASETS and (root is not None or DATASETS[word].built_in or not path.exists()):
         return word, None if root is None else Path(root).expanduser()
-    if root is not None and place.exists():
+    if root is not None and path.exists():
         raise UsageError(
             f"{word} is a path, and {os.fspath(root)} was passed as its root. Pass a "
             "root only with the name of a dataset."
         )
-    if place.is_dir():
+    if path.is_dir():
         for info in DATASETS.values():
-            if info.find(place):
-                return info.name, place
-        shards = any(place.glob("*.tar")) and not class_folders(place)
-        return "shards" if shards else "folder", place
-    if place.is_file() and place.suffix.lower() in _SUFFIXES:
+            if info.find(path):
+                return info.name, path
+        shards = any(path.glob("*.tar")) and not class_folders(path)
+        return "shards" if shards else "folder", path
+    if path.is_file() and path.suffix.lower() in _SUFFIXES:
         from proximetry.data.vectors import holds_vectors
 
-        return "vectors" if holds_vectors(place) else _SUFFIXES[place.suffix.lower()], place
-    if place.exists():
-        unzip = ". Unzip it first" if place.suffix.lower() == ".zip" else ""
+        return "vectors" if holds_vectors(path) else _SUFFIXES[path.suffix.lower()], path
+    if path.exists():
+        unzip = ". Unzip it first" if path.suffix.lower() == ".zip" else ""
         raise UsageError(f"{word} is neither a folder nor a {', '.join(_SUFFIXES)} file{unzip}")
     raise UsageError(not_found(word, DATASETS, "dataset"))
 
 
 def not_found(word: str, known: Iterable[str], kind: str) -> str:
     """Return the error for a word that is neither a path nor a known name."""
-    place, beside = Path(word).expanduser(), list[str]()
-    if place.is_symlink():
-        return f"{word} is a link to {os.readlink(place)}, which is not there"
+    path, beside = Path(word).expanduser(), list[str]()
+    if path.is_symlink():
+        return f"{word} is a link to {os.readlink(path)}, which is not there"
     with suppress(OSError):
-        beside = os.listdir(place.parent)
-    near = [] if place.suffix else get_close_matches(word, [*known], 1, 0.7)
-    near += [str(place.with_name(name)) for name in get_close_matches(place.name, beside, 1, 0.7)]
-    missing = f"there is no folder or file {shown(word)}"
+        beside = os.listdir(path.parent)
+    near = [] if path.suffix else get_close_matches(word, [*known], 1, 0.7)
+    near += [str(path.with_name(name)) for name in get_close_matches(path.name, beside, 1, 0.7)]
+    missing = f"there is no folder or file {format_value(word)}"
     if near:
         return f"{missing}, did you mean {near[0]!r}?"
-    if place.suffix or os.sep in word:
-        where = ": searched" if place.parent.is_dir() else ", nor a folder"
-        return f"{missing}{where} {place.parent.absolute()}"
+    if path.suffix or os.sep in word:
+        where = ": searched" if path.parent.is_dir() else ", nor a folder"
+        return f"{missing}{where} {path.parent.absolute()}"
     return (
         f"{missing} and no {kind} of that name; your images can be a folder of class folders, "
         "a table or a tar file, and `proximetry datasets` lists the other ones"
@@ -176,7 +176,7 @@ def open_dataset(
     other arguments are for tables: see `Catalog.from_csv`.
     """
     if name not in DATASETS:
-        raise UsageError(f"unknown dataset {shown(name)}{closest(name, DATASETS)}")
+        raise UsageError(f"unknown dataset {format_value(name)}{closest(name, DATASETS)}")
     info = DATASETS[name]
     if root is None and not info.built_in:
         raise UsageError(f"dataset {name!r} needs its folder: one with {info.layout}")

@@ -188,8 +188,8 @@ def sop(root: Path) -> Catalog:
 def inshop(root: Path) -> Catalog:
     """Read In-Shop Clothes Retrieval by its partition; the kind of garment is the group."""
     base = _INSHOP.find(root) or root
-    places = (base / "Eval" / "list_eval_partition.txt", base / "list_eval_partition.txt")
-    partition = next((file for file in places if file.is_file()), None)
+    candidates = (base / "Eval" / "list_eval_partition.txt", base / "list_eval_partition.txt")
+    partition = next((file for file in candidates if file.is_file()), None)
     if partition is None:
         raise wrong_folder(_INSHOP, base, "Eval/list_eval_partition.txt")
     # The paths in the list begin with img/.

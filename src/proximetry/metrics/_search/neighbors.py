@@ -60,8 +60,8 @@ def search_blocks(
         similarities = queries[rows] @ gallery.T
         fix_ties(similarities, task.similarity, {1: task.copies})
         if task.groups is not None:
-            own, others = task.groups
-            similarities.masked_fill_(own[rows, None] == others, -torch.inf)
+            query_groups, gallery_groups = task.groups
+            similarities.masked_fill_(query_groups[rows, None] == gallery_groups, -torch.inf)
         elif task.self_index is not None:
             similarities.scatter_(1, task.self_index[rows, None], -torch.inf)
         values, ids = nearest(similarities, depth)
@@ -161,7 +161,7 @@ def _best_ranks(similarities: Tensor, ids: Tensor, task: Task, rows: Tensor) -> 
         negative = task.gallery_codes != task.query_codes[rows[part], None]
         positives = near.masked_fill(negative, -torch.inf)
         best = positives.amax(1, keepdim=True)
-        place = (positives == best).to(torch.int8).argmax(1, keepdim=True)  # the first of equals
-        nearer = (near > best) | ((near == best) & (columns < place))
+        first = (positives == best).to(torch.int8).argmax(1, keepdim=True)  # the first of equals
+        nearer = (near > best) | ((near == best) & (columns < first))
         ranks[part] = torch.where(best[:, 0] > -torch.inf, 1 + nearer.sum(1), NEVER)
     return ranks

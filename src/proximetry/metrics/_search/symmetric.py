@@ -128,8 +128,8 @@ def search_symmetric(
             _serve(tile, state, rows, columns, with_ranks)
 
     # Pairs with the same sum modulo their number share no tile, so threads seldom wait for locks.
-    places = sorted(combinations(range(len(tiles)), 2), key=lambda pair: sum(pair) % len(tiles))
-    pairs = [(tiles[one], tiles[two]) for one, two in places]
+    tile_pairs = sorted(combinations(range(len(tiles)), 2), key=lambda pair: sum(pair) % len(tiles))
+    pairs = [(tiles[one], tiles[two]) for one, two in tile_pairs]
 
     def steps(pool: ThreadPoolExecutor) -> Iterator[None]:
         yield from pool.map(start, tiles)  # all of them, before any pair
@@ -198,8 +198,8 @@ def _serve(tile: Tensor, state: _State, rows: slice, columns: slice, with_ranks:
         for at, others, across in ((rows, column_items, 0), (columns, row_items, 1)):
             lost = state.lost(at).nonzero()[:, 0]
             values = tile[:high, :wide].index_select(across, lost).movedim(across, 0)
-            best, place = from_keys(state.best[at][lost, None])
-            before = (values > best) | ((values == best) & (others < place))
+            best, position = from_keys(state.best[at][lost, None])
+            before = (values > best) | ((values == best) & (others < position))
             state.nearer[at][lost] += _true_per_row(before)
     row, column, values = _candidates_by_row(tile[:high], from_keys(state.worst[rows])[0])
     _offer(state, rows, row, to_keys(values, column_items[column]))
@@ -242,9 +242,9 @@ def _merge(state: _State, at: slice) -> None:
     row, by_row = torch.cat([rows for rows, _ in waiting]).sort(stable=True)
     keys = torch.cat([keys for _, keys in waiting])[by_row]
     counts = torch.bincount(row, minlength=at.stop - at.start)
-    place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+    position = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
     new = keys.new_full((len(counts), int(counts.max())), WORST_KEY)
-    new[row, place] = keys
+    new[row, position] = keys
     merged = torch.cat([state.keys[at], new], dim=1)
     lost = state.lost(at)
     state.keys[at] = merged.topk(state.keys.shape[1], dim=1, sorted=False).values

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from proximetry._util.errors import UsageError, closest, need, shown
+from proximetry._util.errors import UsageError, closest, format_value, need
 from proximetry._util.machine import override, preserve_rng_state
 from proximetry.models.preprocessing import Channels
 
@@ -136,7 +136,7 @@ def check_name(name: str) -> str:
             "Embedder.wrap(module, preprocessing, dim)."
         )
     raise UsageError(
-        f"unknown backbone {shown(name)}{closest(str(name), timm.list_models())} "
+        f"unknown backbone {format_value(name)}{closest(str(name), timm.list_models())} "
         "List names with `proximetry backbones 'resnet*'` or list_backbones('resnet*')."
     )
 

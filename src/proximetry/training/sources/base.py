@@ -25,7 +25,7 @@ from proximetry.data import (
 )
 from proximetry.data.images import Size
 from proximetry.models import Preprocessing
-from proximetry.models.constants import OWN
+from proximetry.models.constants import CUSTOM
 from proximetry.models.embedder import Stage
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.loading import RecipeError
@@ -115,11 +115,11 @@ class TrainingData(ABC):
         """Open the cache that ``data.cache`` names."""
 
     def _batch(self, epoch: int, number: int) -> Batch:
-        chosen = self.sampler.batch(epoch, number)
-        mine = self.world.share(len(chosen))
-        rows, labels = self.rows["train"][chosen[mine]], self._codes[chosen[mine]]
+        indices = self.sampler.batch(epoch, number)
+        mine = self.world.share(len(indices))
+        rows, labels = self.rows["train"][indices[mine]], self._codes[indices[mine]]
         key = self._recipe.training.seed, epoch, number
-        return Batch(rows, labels, mine, len(chosen), key)
+        return Batch(rows, labels, mine, len(indices), key)
 
     def _filled(self, rows: Rows, batch_size: int) -> Rows:
         """Repeat the last row to fill the last batch on a GPU: a CUDA graph has one batch size."""
@@ -135,7 +135,7 @@ class TrainingData(ABC):
 def open_catalog(recipe: Recipe, progress: Progress | None = None) -> Catalog:
     """Open the catalog of the recipe's images."""
     d = recipe.data
-    if d.dataset.startswith(OWN):
+    if d.dataset.startswith(CUSTOM):
         raise RecipeError(f"data.dataset {d.dataset!r} is custom. Pass it in Python: train(data=…)")
     if d.root is None and not list_datasets()[d.dataset].built_in:
         raise RecipeError(f"data.root is missing: the folder of the images of {d.dataset!r}")
@@ -283,8 +283,8 @@ def make_augmentation(
     colors = ColorJitter(d.color_jitter, d.hue, d.grayscale)
     if not d.random_crop:
         return CenterCrop(crop, d.flip), colors
-    how = preprocessing.interpolation
-    return RandomResizedCrop(crop, d.crop_scale, d.crop_ratio, d.flip, how), colors
+    interpolation = preprocessing.interpolation
+    return RandomResizedCrop(crop, d.crop_scale, d.crop_ratio, d.flip, interpolation), colors
 
 
 def make_sampler(recipe: Recipe, codes: Rows, world: World) -> Shuffled | ClassBalanced:

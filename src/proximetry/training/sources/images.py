@@ -268,10 +268,10 @@ class ImageData(TrainingData):
         """Yield rows as evaluation sees them; on a GPU the last batch is padded."""
         batches = [self._eval_rows[rows[part]] for part in chunks(len(rows), batch_size)]
         with closing(_read(self._eval_source, batches)) as read:
-            for pixels, chosen in read:
+            for pixels, image_rows in read:
                 if self.world.device.type == "cuda" and not isinstance(pixels, PixelCache):
                     pixels = self._upload(pixels)
-                yield self._view(pixels, self._filled(chosen, batch_size)).to(self.world.device)
+                yield self._view(pixels, self._filled(image_rows, batch_size)).to(self.world.device)
 
 
 def _read(

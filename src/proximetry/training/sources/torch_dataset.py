@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
-from proximetry._util.errors import UsageError, shown, spaced
+from proximetry._util.errors import UsageError, format_value, spaced
 from proximetry._util.machine import cores, preserve_rng_state
 from proximetry._util.tensors import chunks
 from proximetry.data import Catalog, PixelCache, open_image
@@ -67,7 +67,7 @@ class TorchDatasets:
 def torch_datasets(data: Any) -> TorchDatasets:
     """Validate ``train(data=…)``: one dataset, or datasets by the names of their splits."""
     if isinstance(data, Mapping):
-        unknown = [shown(key) for key in data if key not in SPLITS]
+        unknown = [format_value(key) for key in data if key not in SPLITS]
         if unknown or "train" not in data:
             problem = f"got {', '.join(unknown)}" if unknown else "'train' is missing"
             raise UsageError(f"data must map 'train', 'val' and 'test' to datasets: {problem}")
@@ -81,7 +81,8 @@ def torch_datasets(data: Any) -> TorchDatasets:
         ):
             raise UsageError(
                 "data must be a Catalog, or a dataset with __getitem__ and __len__ that returns "
-                f"(image, label); not a class, a DataLoader or an IterableDataset: {shown(dataset)}"
+                "(image, label); not a class, a DataLoader or an IterableDataset: "
+                f"{format_value(dataset)}"
             )
         if len(dataset) == 0:
             raise UsageError(f"{datasets.title(split)} is empty")
@@ -95,7 +96,9 @@ def _read_item(name: str, dataset: Any, row: int) -> tuple[Any, Any]:
         raise UsageError(f"{where} must be (image, label), got {_described(item)}")
     image, label = item[0], _plain_label(item[1])
     if type(label) not in (int, str):
-        raise UsageError(f"{where}: the label must be an integer or a string, got {shown(label)}")
+        raise UsageError(
+            f"{where}: the label must be an integer or a string, got {format_value(label)}"
+        )
     if isinstance(image, Tensor | np.ndarray) and str(image.dtype).endswith("uint8"):
         if image.ndim != 3 or image.shape[2] != 3:
             raise UsageError(
@@ -113,7 +116,7 @@ def _read_item(name: str, dataset: Any, row: int) -> tuple[Any, Any]:
 def _described(value: Any) -> str:
     if isinstance(value, Tensor | np.ndarray):
         return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
-    return shown(value)
+    return format_value(value)
 
 
 def _is_float(image: Any) -> bool:
@@ -127,10 +130,10 @@ def _plain_label(label: Any) -> Any:
 
 def _labels(name: str, dataset: Any, display: Display) -> list[Any]:
     """Return the labels of all items: those the dataset lists, if they are right, else read."""
-    listed, rows = _listed(dataset), range(len(dataset))
+    stored, rows = _stored_labels(dataset), range(len(dataset))
     probes = (rows[0], rows[len(rows) // 2], rows[-1])
-    if listed and all(_read_item(name, dataset, row)[1] == listed[row] for row in probes):
-        return listed
+    if stored and all(_read_item(name, dataset, row)[1] == stored[row] for row in probes):
+        return stored
     display.message(f"reading {spaced(len(rows))} items of {name} once, for their labels…")
     labels: list[Any] = []
     tasks = [rows[part] for part in chunks(len(rows), _LABELS_PER_TASK)]
@@ -140,13 +143,13 @@ def _labels(name: str, dataset: Any, display: Display) -> list[Any]:
     return labels
 
 
-def _listed(dataset: Any) -> list[Any] | None:
+def _stored_labels(dataset: Any) -> list[Any] | None:
     """Return the labels in `targets` or `labels`, as datasets of torchvision have them."""
     if isinstance(dataset, Subset):
-        inner = _listed(dataset.dataset)
+        inner = _stored_labels(dataset.dataset)
         return None if inner is None else [inner[row] for row in dataset.indices]
     if isinstance(dataset, ConcatDataset):
-        parts = [_listed(part) for part in dataset.datasets]
+        parts = [_stored_labels(part) for part in dataset.datasets]
         return None if None in parts else [label for part in parts for label in part or ()]
     for name in ("targets", "labels"):
         labels = getattr(dataset, name, None)
@@ -214,13 +217,15 @@ class _BatchReader:
     def train(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the input of a training step and its labels."""
         generator, mine, labels = batch.generator(), batch.mine, torch.from_numpy(batch.labels)
-        seeds = [derive_seed(*batch.key, place) for place in range(batch.total)[mine]]
+        seeds = [derive_seed(*batch.key, position) for position in range(batch.total)[mine]]
         images = self._items(batch.rows, seeds)
         if self.tensors:
             return torch.stack(images), labels
         uniforms = self.augment.draw_uniforms(batch.total, generator)[mine]
-        how = self.preprocessing.interpolation
-        arrays = [np.array(resize_image(open_image(image), self.size, how)) for image in images]
+        interpolation = self.preprocessing.interpolation
+        arrays = [
+            np.array(resize_image(open_image(image), self.size, interpolation)) for image in images
+        ]
         pixels, rows = PixelCache.in_memory(arrays), np.arange(len(arrays))
         crops = self.augment.apply(pixels, rows, self.augment.windows(pixels, rows, uniforms))
         if self.colors:
@@ -251,8 +256,8 @@ class _BatchReader:
             expected = self.labels[row]
             if str(label).rjust(len(expected), "0") != expected:
                 raise RunError(
-                    f"item {number} of {name} has the label {shown(label)}, but had {expected!r} "
-                    "before. A dataset must return the same labels each time."
+                    f"item {number} of {name} has the label {format_value(label)}, but had "
+                    f"{expected!r} before. A dataset must return the same labels each time."
                 )
             as_array = isinstance(image, Tensor) and not self.tensors
             images.append(image.numpy() if as_array else image)

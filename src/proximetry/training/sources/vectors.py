@@ -50,8 +50,8 @@ class VectorData(TrainingData):
             yield self._rows(rows[start : start + batch_size])
 
     def _rows(self, rows: Rows) -> Tensor:
-        chosen = torch.from_numpy(rows).to(self._vectors.device)
-        return self._vectors[chosen].to(self.world.device)
+        index = torch.from_numpy(rows).to(self._vectors.device)
+        return self._vectors[index].to(self.world.device)
 
 
 class CachedFeatures(VectorData):
@@ -81,11 +81,11 @@ def _features(data: TrainingData, embedder: Embedder, batch_size: int, display: 
     share_buffers(embedder, world)
     with torch.no_grad(), evaluating(embedder):
         for rows in data.rows.values():
-            own = world.share(len(rows))
-            parts, left = [torch.empty(0, embedder.width)], len(rows[own])
-            for batch in data.views(rows[own], batch_size):
-                features = extract_features(embedder, batch, data.stage)[:left].float().cpu()
-                left -= len(features)
+            share = world.share(len(rows))
+            parts, remaining = [torch.empty(0, embedder.width)], len(rows[share])
+            for batch in data.views(rows[share], batch_size):
+                features = extract_features(embedder, batch, data.stage)[:remaining].float().cpu()
+                remaining -= len(features)
                 done += len(features)
                 parts.append(features)
                 display.progress("features", min(done * world.size, total), total)

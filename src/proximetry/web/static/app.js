@@ -7,7 +7,7 @@ const $ = (id) => document.getElementById(id);
 const VIEWS = ["search", "map", "about"];
 
 let gallery = null;
-let shown = null; // {query, found, similarity, milliseconds}: the results in the grid
+let shown = null; // {query, results, similarity, milliseconds}: the results in the grid
 let running = null; // the current search
 const uploads = []; // images of this visit, by their number in the URL
 
@@ -95,10 +95,10 @@ function card(match, query) {
 }
 
 function showFound() {
-  const { found, query } = shown;
-  $("grid").replaceChildren(...found.map((match) => card(match, query)));
+  const { results, query } = shown;
+  $("grid").replaceChildren(...results.map((match) => card(match, query)));
   if (!cosine()) {
-    const farthest = Math.max(0, ...found.map((match) => -match.similarity));
+    const farthest = Math.max(0, ...results.map((match) => -match.similarity));
     Object.assign($("threshold"), { max: farthest.toFixed(3), step: (farthest / 200).toFixed(4), value: farthest.toFixed(3) });
   }
   applyThreshold();
@@ -118,14 +118,14 @@ function applyThreshold() {
     left += !entry.hidden;
   }
   $("grid").querySelector(".empty")?.remove();
-  const total = shown.found.length;
+  const total = shown.results.length;
   if (!left) {
     const reason = total ? "No results above the threshold. Move the slider to see more." : "No results.";
     $("grid").append(make("li", { className: "empty" }, reason));
   }
   const summary = left === total ? counted(total, "image", "images") : `${spaced(left)} of ${counted(total, "image", "images")}`;
   $("results-about").textContent = `${summary} \u00b7 ${Math.round(shown.milliseconds)} ms`;
-  announce(`${summary}${left ? `, the nearest ${cosine() ? "with similarity" : "at distance"} ${score(shown.found[0].similarity)}` : ""}.`);
+  announce(`${summary}${left ? `, the nearest ${cosine() ? "with similarity" : "at distance"} ${score(shown.results[0].similarity)}` : ""}.`);
 }
 
 function showWaiting() {
@@ -191,7 +191,7 @@ async function search(fields) {
       const label = content.query.label === null ? `Image ${content.query.id}` : String(content.query.label);
       showQuery(`items/${content.query.id}/image?size=512`, label, content.query.file);
     }
-    map.mark(content.found.map((match) => match.id));
+    map.mark(content.results.map((match) => match.id));
     showFound();
   } catch (error) {
     if (error.name === "AbortError") return;

@@ -237,12 +237,12 @@ export class MapView {
   // Selecting
 
   within(left, top, right, bottom) {
-    const found = [];
+    const inside = [];
     for (let number = 0; number < (this.data?.ids.length ?? 0); number += 1) {
       const [x, y] = this.place(number);
-      if (x >= left && x <= right && y >= top && y <= bottom) found.push(number);
+      if (x >= left && x <= right && y >= top && y <= bottom) inside.push(number);
     }
-    return found;
+    return inside;
   }
 
   list(numbers, jump) {
