@@ -431,8 +431,8 @@ class Recipe(Section):
         computed = [name for name in evaluation.metrics.names() if name not in COUNTS]
         if evaluation.select_by not in computed:
             raise ValueError(
-                f"evaluation.select_by {format_value(evaluation.select_by)} is not computed; choose "
-                f"one of {some(computed, 12)}"
+                f"evaluation.select_by {format_value(evaluation.select_by)} is not computed; "
+                f"choose one of {some(computed, 12)}"
             )
         if list(at) != sorted(set(at)):
             raise ValueError(f"schedule.at must rise, got {format_value(list(at))}")

@@ -36,7 +36,8 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
 class Objective(nn.Module):
     """Loss and added terms in one module with one state dictionary.
 
-    Class names are in the order of the labels; ``custom_loss`` is a custom loss that replaces the config's.
+    Class names are in the order of the labels; ``custom_loss`` replaces the
+    loss of the config.
     """
 
     def __init__(
