@@ -227,9 +227,9 @@ def _initial_centers(rows: Tensor, clusters: int, generator: torch.Generator) ->
     """Choose k-means++ centers among the rows, each the best of several draws."""
     trials = 2 + int(math.log(clusters))  # as in scikit-learn
     squares = rows.square().sum(1)
-    centers = torch.randint(len(rows), (1,), generator=generator, device="cpu").tolist()
-    distances = _squared_distances(rows, squares, torch.tensor(centers, device=rows.device))[0]
-    while len(centers) < clusters:
+    center_rows = torch.randint(len(rows), (1,), generator=generator, device="cpu").tolist()
+    distances = _squared_distances(rows, squares, torch.tensor(center_rows, device=rows.device))[0]
+    while len(center_rows) < clusters:
         cumulative = distances.double().cpu().cumsum(0)
         uniform = torch.rand(trials, dtype=torch.float64, generator=generator, device="cpu")
         candidates = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True)
@@ -237,15 +237,17 @@ def _initial_centers(rows: Tensor, clusters: int, generator: torch.Generator) ->
         # The squared distance of every row to its nearest center if a drawn row is added.
         remaining = torch.minimum(_squared_distances(rows, squares, candidates), distances)
         best = remaining.sum(1, dtype=torch.float64).argmin()
-        centers.append(int(candidates[best]))
+        center_rows.append(int(candidates[best]))
         distances = remaining[best]
-    return rows[centers]
+    return rows[center_rows]
 
 
-def _squared_distances(rows: Tensor, squares: Tensor, centers: Tensor) -> Tensor:
-    """Return the squared distances of the chosen rows to all rows."""
-    products = torch.addmm(squares, rows[centers], rows.T, alpha=-2).add_(squares[centers, None])
-    return products.clamp_(min=0).scatter_(1, centers[:, None], 0)
+def _squared_distances(rows: Tensor, squares: Tensor, center_rows: Tensor) -> Tensor:
+    """Return the squared distances of the rows `center_rows` to all rows."""
+    products = torch.addmm(squares, rows[center_rows], rows.T, alpha=-2).add_(
+        squares[center_rows, None]
+    )
+    return products.clamp_(min=0).scatter_(1, center_rows[:, None], 0)
 
 
 def _distances(rows: Tensor, centers: Tensor, assigned: Tensor) -> Tensor:

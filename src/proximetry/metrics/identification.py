@@ -136,13 +136,13 @@ def identify(
         tiles = trials.gallery_tiles(group) if distractors is None else trials.tiles(distractors)
         report = None if progress is None else lambda done: progress(done, total)
         compare = partial(trials.compare, tiles, limit if far else -1, report)
-        outranked, accepted, done, impostors = together(compare, group)
+        outranked, accepted, distractor_count, impostors = together(compare, group)
     if group is not None:
-        shares = gather_objects((done, impostors), group)
-        done, impostors = (sum(share) for share in zip(*shares, strict=True))
+        shares = gather_objects((distractor_count, impostors), group)
+        distractor_count, impostors = (sum(share) for share in zip(*shares, strict=True))
         for counts in (outranked, accepted):
             dist.all_reduce(counts, group=group)
-    if not done:
+    if not distractor_count:
         raise ValueError("distractors is empty. Omit it to use the gallery instead.")
     probe_ranks = trials.ranks(outranked)
     allowed = {rate: allowed_accepts(rate, impostors) for rate in far}
@@ -152,7 +152,7 @@ def identify(
         trials.mate.cpu().numpy(),
         probe_ranks,
         {k: float(np.mean(probe_ranks <= k)) for k in ranks},
-        done,
+        distractor_count,
         int((trials.mates == 0).sum()),
         impostors,
         {rate: float((accepts <= most).double().mean()) for rate, most in allowed.items() if most},
@@ -249,9 +249,9 @@ class _Trials:
         width, thresholds = self.thresholds.shape[1] + 1, self.scores.sort().values
         counts = self.probe.new_zeros((len(self.left), width))
         accepted = self.probe.new_zeros(len(thresholds) + 1)
-        seen = impostors = 0
+        distractor_count = impostors = 0
         for others, at in tiles:
-            seen += len(others)
+            distractor_count += len(others)
             valid = thresholds[_from_each(accepted) <= limit]
             lowest = float(valid[0]) if len(valid) else torch.inf
             for rows in chunks(len(self.left), by_device(self.device, **_PROBES)):
@@ -269,8 +269,8 @@ class _Trials:
                 tallies = torch.bincount(outranked.view(-1), minlength=len(scores) * width)
                 counts[rows] += tallies.view(-1, width)
             if progress is not None:
-                progress(seen)
-        return counts, accepted, seen, impostors
+                progress(distractor_count)
+        return counts, accepted, distractor_count, impostors
 
     def ranks(self, outranked: Tensor) -> IntArray:
         """Return the rank of each trial from the counts of `compare`."""
