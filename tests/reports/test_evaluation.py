@@ -15,8 +15,8 @@ from proximetry.data import Catalog
 from proximetry.metrics import Evaluation, RetrievalResult, separability
 from proximetry.models import Embedder
 from proximetry.reports import RunRecord, evaluate_run
-from proximetry.reports.evaluation import MAPPED
-from proximetry.reports.proxies import measure_use, read_proxies
+from proximetry.reports.run_evaluation import MAPPED
+from proximetry.reports.run_proxies import measure_use, read_proxies
 from proximetry.reports.sections import classes_section, confused_pairs
 
 

@@ -18,7 +18,7 @@ from proximetry.training.sources.base import (
     make_sampler,
     open_catalog,
 )
-from proximetry.training.sources.images import ImageData
+from proximetry.training.sources.image_data import ImageData
 from tests.training.tiny import with_
 
 

@@ -15,7 +15,7 @@ from proximetry.metrics import Metrics
 from proximetry.models import Embedder
 from proximetry.training import train
 from proximetry.training.evaluator import evaluate_embedder, means, score_queries
-from proximetry.training.query_gallery import check_comparison, compared, with_needed_roles
+from proximetry.training.query_gallery_split import check_comparison, compared, with_needed_roles
 from tests.metrics import brute
 from tests.metrics.test_evaluation import CUTOFFS, EVERYTHING
 from tests.training.ranks import RUN, Ranks

@@ -26,7 +26,7 @@ from proximetry._util.files import (
 from proximetry.data import PixelCache, open_dataset
 from proximetry.training import Callback, RunError, RunFolder, checkpoint, loop, train
 from proximetry.training.checkpoint import CheckpointError
-from proximetry.training.estimate import dry_run
+from proximetry.training.dry_run import dry_run
 from proximetry.training.step import Updater
 from tests.processes import Process
 from tests.training.runs import Messages, OnStep, assert_same_run, fail, killed_at, observed

@@ -32,7 +32,7 @@ from proximetry.training.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from proximetry.training.estimate import dry_run
+from proximetry.training.dry_run import dry_run
 from proximetry.training.evaluator import Evaluator
 from proximetry.training.reporting import WITH_DISTRACTORS, PlainDisplay
 from proximetry.training.run_folder import FolderError

@@ -8,7 +8,7 @@ from proximetry.models import Embedder
 from proximetry.models.constants import POOLINGS
 from proximetry.training import Recipe, RunError, RunFolder, train
 from proximetry.training.checkpoint import read_part
-from proximetry.training.estimate import dry_run
+from proximetry.training.dry_run import dry_run
 from proximetry.training.evaluator import evaluate_embedder
 from proximetry.training.sources.base import open_catalog
 from tests.models import transformers  # noqa: F401 (importing registers tiny_dinov3)

@@ -13,7 +13,7 @@ from proximetry.metrics import verify_classes
 from proximetry.models import Embedder
 from proximetry.reports import sections
 from proximetry.training import Recipe, RecipeError, RunFolder, evaluate_embedder, train
-from proximetry.training.estimate import dry_run
+from proximetry.training.dry_run import dry_run
 from tests.training.runs import Messages, OnStep, assert_same_run, fail
 from tests.training.tiny import make_recipe
 

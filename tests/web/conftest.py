@@ -15,7 +15,7 @@ from proximetry.data import Catalog
 from proximetry.search import Gallery
 from proximetry.web import make_app, view
 from proximetry.web import map as gallery_map
-from proximetry.web.guard import Guard
+from proximetry.web.middleware import AccessMiddleware
 from tests.processes import Process
 from tests.search.conftest import make_embedder
 from tests.training.tiny import make_images
@@ -84,7 +84,9 @@ def cache_map(gallery, cache):
 
 
 def client_of(path, token=None, **options):
-    return TestClient(Guard(make_app(path), token), base_url="http://localhost", **options)
+    return TestClient(
+        AccessMiddleware(make_app(path), token), base_url="http://localhost", **options
+    )
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from proximetry.data import open_image
 from proximetry.search import Gallery, rows
 from proximetry.web import make_app, view
 from proximetry.web import map as gallery_map
-from proximetry.web.guard import Guard
+from proximetry.web.middleware import AccessMiddleware
 from tests.search.conftest import make_embedder, make_table, make_vectors
 from tests.web.conftest import CLASSES, EACH, client_of, png
 
@@ -350,7 +350,9 @@ def test_openapi(client):
 
 def test_fuzzed_requests_do_not_fail(shared):
     app = make_app(shared.path)
-    schema = schemathesis.openapi.from_asgi("/openapi.json", Guard(app, hosts=["testserver"]))
+    schema = schemathesis.openapi.from_asgi(
+        "/openapi.json", AccessMiddleware(app, hosts=["testserver"])
+    )
     statuses = Counter()
     for operation in schema.get_all_operations():
         _send_anything(operation.ok(), statuses)

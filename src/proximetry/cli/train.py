@@ -139,8 +139,8 @@ def train(
         print(plan.recipe.to_yaml(), end="")
         return
     from proximetry.training import train as run
-    from proximetry.training.estimate import describe
-    from proximetry.training.estimate import dry_run as estimate
+    from proximetry.training.dry_run import describe
+    from proximetry.training.dry_run import dry_run as estimate
     from proximetry.training.reporting import make_display
 
     leads = os.environ.get("RANK", "0") == "0"  # one of several processes prints

@@ -13,8 +13,8 @@ from proximetry._util.files import atomic_write
 from proximetry._util.types import Progress
 from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
+from proximetry.faces.face_encoder import FaceEncoder, describe_rates, with_notes
 from proximetry.faces.pair_protocol import PairProtocol
-from proximetry.faces.vectors import FaceVectors, describe_rates, with_notes
 from proximetry.metrics import Verification, pair_similarities, verify
 
 
@@ -98,7 +98,7 @@ def verify_pairs(
         progress: called with (images done, images in total).
         group: processes that share the images and return the same result.
     """
-    vectors = FaceVectors(embedder, not embedder.flip_tta, batch_size, bad_images, group)
+    vectors = FaceEncoder(embedder, not embedder.flip_tta, batch_size, bad_images, group)
     templates = protocol.templates
     files = [file for images in templates.values() for file in images]
     owners = [owner for owner, images in enumerate(templates.values()) for _ in images]

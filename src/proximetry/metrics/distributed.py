@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from proximetry._util.tensors import gather_rows
-from proximetry.metrics._search.inputs import join_labels
+from proximetry.metrics._search.embeddings import join_labels
 from proximetry.metrics._search.task import Items
 
 T = TypeVar("T")

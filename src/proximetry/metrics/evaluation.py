@@ -17,7 +17,7 @@ from proximetry._util.labels import Labels
 from proximetry._util.machine import by_device
 from proximetry._util.tensors import binary_codes, chunks
 from proximetry._util.types import FloatArray, IntArray, Progress, Similarity
-from proximetry.metrics._search.inputs import Embeddings, as_count, full_precision, normalize
+from proximetry.metrics._search.embeddings import Embeddings, as_count, full_precision, normalize
 from proximetry.metrics._search.neighbors import search
 from proximetry.metrics._search.task import NEVER, Task, build_task, check_inputs, first_hits
 from proximetry.metrics.clustering import cluster

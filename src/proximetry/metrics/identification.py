@@ -19,7 +19,7 @@ from proximetry._util.labels import Labels
 from proximetry._util.machine import by_device
 from proximetry._util.tensors import chunks
 from proximetry._util.types import FloatArray, FloatSimilarity, IntArray, Progress
-from proximetry.metrics._search.inputs import (
+from proximetry.metrics._search.embeddings import (
     Embeddings,
     as_count,
     as_vectors,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from proximetry._util.labels import Labels, as_array, as_labels
 from proximetry._util.types import FloatSimilarity, IntArray
-from proximetry.metrics._search.inputs import (
+from proximetry.metrics._search.embeddings import (
     Embeddings,
     as_count,
     as_embeddings,

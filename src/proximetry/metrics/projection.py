@@ -11,7 +11,12 @@ from torch import Tensor
 
 from proximetry._util.errors import need
 from proximetry._util.machine import cores
-from proximetry.metrics._search.inputs import Embeddings, as_embeddings, check_similarity, normalize
+from proximetry.metrics._search.embeddings import (
+    Embeddings,
+    as_embeddings,
+    check_similarity,
+    normalize,
+)
 
 _Compared = Literal["cosine", "euclidean"]
 

@@ -14,7 +14,7 @@ from proximetry._util.machine import by_device
 from proximetry._util.tensors import binary_codes as pack_signs
 from proximetry._util.tensors import chunks
 from proximetry._util.types import FloatArray, Progress
-from proximetry.metrics._search.inputs import (
+from proximetry.metrics._search.embeddings import (
     Embeddings,
     as_count,
     as_embeddings,

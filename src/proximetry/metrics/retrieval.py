@@ -17,7 +17,7 @@ import torch
 from proximetry._util.files import atomic_path
 from proximetry._util.labels import Labels
 from proximetry._util.types import IntArray, Progress, Similarity
-from proximetry.metrics._search.inputs import Embeddings, as_count, full_precision
+from proximetry.metrics._search.embeddings import Embeddings, as_count, full_precision
 from proximetry.metrics._search.neighbors import search
 from proximetry.metrics._search.task import build_task, check_inputs
 from proximetry.metrics.reranking import similarities_of

@@ -16,7 +16,7 @@ from torch import Tensor
 from proximetry._util.errors import some
 from proximetry._util.labels import Labels, as_array, as_labels
 from proximetry._util.types import FloatArray, IntArray
-from proximetry.metrics._search.inputs import encode
+from proximetry.metrics._search.embeddings import encode
 
 Values = Tensor | npt.NDArray[Any] | Sequence[float]
 Truth = Tensor | npt.NDArray[Any] | Sequence[bool]

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from proximetry._util.errors import lazy_exports
 
 if TYPE_CHECKING:
-    from proximetry.reports.evaluation import RunEvaluation, evaluate_run
-    from proximetry.reports.record import RunRecord
     from proximetry.reports.report import comparison_page, report_page, write_report
+    from proximetry.reports.run_evaluation import RunEvaluation, evaluate_run
+    from proximetry.reports.run_record import RunRecord
 
 __all__ = [
     "RunEvaluation",
@@ -21,8 +21,8 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        "evaluation": ("RunEvaluation", "evaluate_run"),
-        "record": ("RunRecord",),
+        "run_evaluation": ("RunEvaluation", "evaluate_run"),
+        "run_record": ("RunRecord",),
         "report": ("comparison_page", "report_page", "write_report"),
     },
     extra="report",

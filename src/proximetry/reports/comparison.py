@@ -11,9 +11,9 @@ from proximetry._util.charts import in_percent, line_chart
 from proximetry._util.errors import format_value, spaced
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.recipe.loading import flatten
-from proximetry.reports.evaluation import RunEvaluation
-from proximetry.reports.page import Section, section, short
-from proximetry.reports.record import RunRecord
+from proximetry.reports.html import Section, section, short
+from proximetry.reports.run_evaluation import RunEvaluation
+from proximetry.reports.run_record import RunRecord
 from proximetry.reports.sections import SPLITS, image, metric_names, neighbor_images
 from proximetry.training.reporting import metric_title
 

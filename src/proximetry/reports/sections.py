@@ -14,10 +14,10 @@ from proximetry.metrics import Interval, distinct_proxies, map_embeddings, separ
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.metrics.proxy_separability import SAME_DIRECTION
 from proximetry.metrics.scores import COUNTS
-from proximetry.reports.evaluation import MAPPED, RunEvaluation
-from proximetry.reports.page import Section, interval, percent, section, short
-from proximetry.reports.proxies import ProxyUse, RunProxies
-from proximetry.reports.record import RunRecord
+from proximetry.reports.html import Section, interval, percent, section, short
+from proximetry.reports.run_evaluation import MAPPED, RunEvaluation
+from proximetry.reports.run_proxies import ProxyUse, RunProxies
+from proximetry.reports.run_record import RunRecord
 from proximetry.reports.thumbnails import COLUMNS, load_thumbnail, sprite
 from proximetry.training.evaluator import CODES
 from proximetry.training.reporting import (

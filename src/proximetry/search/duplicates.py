@@ -17,7 +17,7 @@ from proximetry._util.errors import UsageError, spaced
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.data import ImageError, open_image
-from proximetry.metrics._search.inputs import full_precision
+from proximetry.metrics._search.embeddings import full_precision
 from proximetry.metrics._search.task import connected_components
 from proximetry.models import Embedder
 from proximetry.search.exact import FloatArray, Part, Scores, Store, take

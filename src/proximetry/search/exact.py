@@ -22,7 +22,7 @@ from torch import Tensor
 
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray
-from proximetry.metrics._search.inputs import full_precision
+from proximetry.metrics._search.embeddings import full_precision
 from proximetry.metrics._search.neighbors import largest, nearest
 from proximetry.models.constants import Similarity
 

@@ -19,7 +19,7 @@ import torch
 from proximetry._util.files import sync_folder, writing
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
-from proximetry.metrics._search.inputs import normalize
+from proximetry.metrics._search.embeddings import normalize
 from proximetry.search import indexes, rows
 from proximetry.search.exact import FloatArray, Hits, Mask, Part, Scores, Store, merge_hits, take
 from proximetry.search.manifest import (

@@ -10,10 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from proximetry._util.errors import UsageError, need
-from proximetry.data import Catalog, VectorCatalog
+from proximetry.data import VectorCatalog
 from proximetry.kernels.layers import fuse
 from proximetry.losses import parameter_groups
 from proximetry.models import Embedder, freeze_batchnorm
@@ -29,6 +28,7 @@ from proximetry.recipe.auto import choose
 from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe
 from proximetry.training.checkpoint import RunError, TrainState
+from proximetry.training.components import Components
 from proximetry.training.distributed import World, device_facts
 from proximetry.training.evaluator import Evaluator, check_input
 from proximetry.training.loop import Run, Stopwatch
@@ -36,9 +36,9 @@ from proximetry.training.reporting import Display
 from proximetry.training.run_folder import RunFolder
 from proximetry.training.schedule import LearningRates
 from proximetry.training.sources.base import TrainingData, open_catalog
-from proximetry.training.sources.images import ImageData
+from proximetry.training.sources.image_data import ImageData
 from proximetry.training.sources.torch_dataset import DatasetData, TorchDatasets
-from proximetry.training.sources.vectors import CachedFeatures, VectorData
+from proximetry.training.sources.vector_data import CachedFeatures, VectorData
 from proximetry.training.step import Objective, Updater
 
 Report = Callable[[str], None]
@@ -54,15 +54,6 @@ _TRAINING_KEYS = {
     "lora_rank",
     "lora_alpha",
 }
-
-
-@dataclass(frozen=True)
-class Components:
-    """Custom data, embedder and loss; None for those of the recipe."""
-
-    data: Catalog | TorchDatasets | None = None
-    embedder: Embedder | None = None
-    loss: nn.Module | None = None
 
 
 @dataclass(frozen=True)

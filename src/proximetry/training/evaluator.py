@@ -31,7 +31,7 @@ from proximetry.models.pca import centered, moments_of_few, principal_axes, seco
 from proximetry.recipe.schema import EvaluationConfig, Recipe
 from proximetry.training.checkpoint import RunError
 from proximetry.training.distributed import World, any_rank, share_buffers
-from proximetry.training.query_gallery import check_comparison, compared, with_needed_roles
+from proximetry.training.query_gallery_split import check_comparison, compared, with_needed_roles
 from proximetry.training.sources.base import Rows, TrainingData
 from proximetry.training.step import autocast
 

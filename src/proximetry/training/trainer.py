@@ -18,7 +18,7 @@ from proximetry.kernels.cuda_graphs import ignore_stream_mismatch
 from proximetry.models import Embedder
 from proximetry.models.storage import SECOND_STAGE
 from proximetry.recipe.schema import Recipe
-from proximetry.training.build import Components, RunContext, build
+from proximetry.training.build import RunContext, build
 from proximetry.training.callbacks import Callback, check_callbacks
 from proximetry.training.checkpoint import (
     CheckpointError,
@@ -27,7 +27,7 @@ from proximetry.training.checkpoint import (
     link_checkpoints,
     restore_state,
 )
-from proximetry.training.custom import custom_components
+from proximetry.training.components import Components, custom_components
 from proximetry.training.distributed import World, join_processes, process_group
 from proximetry.training.loop import Run, fit
 from proximetry.training.reporting import Display, Trackers

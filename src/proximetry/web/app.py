@@ -25,8 +25,8 @@ from proximetry._util.machine import cores
 from proximetry.data import ImageError
 from proximetry.search.gallery import ROUNDING
 from proximetry.search.rows import parse_conditions
-from proximetry.web.guard import MOST_BYTES, problem
 from proximetry.web.map import MOST, MapError, MapMaker
+from proximetry.web.middleware import MOST_BYTES, problem
 from proximetry.web.searcher import MOST_PIXELS, Conditions, Searcher
 from proximetry.web.view import SIZES, View, plain
 
@@ -231,7 +231,7 @@ class Service:
 
 
 def make_app(path: Path) -> FastAPI:
-    """Open a gallery and return its application, to be wrapped in a `guard.Guard`."""
+    """Open a gallery and return its application, to be wrapped in a `AccessMiddleware`."""
     service = Service(path)
 
     @asynccontextmanager

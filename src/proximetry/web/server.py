@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from proximetry._util.errors import UsageError, format_value, need, pluralize
 from proximetry.search.manifest import is_milvus, read_manifest
-from proximetry.web.guard import Guard, check_token
+from proximetry.web.middleware import AccessMiddleware, check_token
 
 TOKEN = "PROXIMETRY_TOKEN"  # the variable for the token; `ps` does not show it to others
 SECONDS = 30.0  # to send the headers of a request, and to read a response
@@ -89,7 +89,7 @@ def serve(
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
         config = uvicorn.Config(
-            Guard(app, token, [name]),
+            AccessMiddleware(app, token, [name]),
             access_log=False,  # URLs may contain the token
             log_config=None,
             server_header=False,
@@ -121,8 +121,8 @@ class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits on bytes and time, before a request reaches the application.
 
     A connection may send HEAD_BYTES of URLs, headers, chunk sizes and trailers before a response
-    is complete. Bodies do not count: `guard.Guard` limits them, and uvicorn reads them no faster
-    than the application does.
+    is complete. Bodies do not count: `AccessMiddleware` limits them, and uvicorn reads them no
+    faster than the application does.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -14,7 +14,7 @@ from torch import Tensor
 from proximetry._util.labels import Labels, as_labels
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Similarity
-from proximetry.metrics._search.inputs import (
+from proximetry.metrics._search.embeddings import (
     ROWS,
     Embeddings,
     as_vectors,

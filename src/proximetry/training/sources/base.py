@@ -32,7 +32,7 @@ from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import DataConfig, Protocol, Recipe
 from proximetry.training.checkpoint import RunError
 from proximetry.training.distributed import World
-from proximetry.training.query_gallery import check_comparison, no_positives
+from proximetry.training.query_gallery_split import check_comparison, no_positives
 from proximetry.training.reporting import Display
 
 Rows = npt.NDArray[np.int64]

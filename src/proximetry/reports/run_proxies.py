@@ -14,7 +14,7 @@ from proximetry._util.errors import some
 from proximetry._util.tensors import l2_normalize
 from proximetry.data import Catalog
 from proximetry.models import Embedder
-from proximetry.reports.record import RunRecord
+from proximetry.reports.run_record import RunRecord
 from proximetry.training.checkpoint import read_part
 from proximetry.training.evaluator import encode_catalog
 

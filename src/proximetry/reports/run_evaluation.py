@@ -23,9 +23,9 @@ from proximetry.data.datasets import TABLES
 from proximetry.metrics import Evaluation, Interval, RetrievalResult, retrieve
 from proximetry.metrics.scores import COUNTS
 from proximetry.models import Embedder
-from proximetry.reports.record import RunRecord
+from proximetry.reports.run_record import RunRecord
 from proximetry.training.evaluator import encode_readable, leakage_warnings, means, score_queries
-from proximetry.training.query_gallery import (
+from proximetry.training.query_gallery_split import (
     check_comparison,
     choose_split,
     compared,

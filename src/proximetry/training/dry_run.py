@@ -24,7 +24,7 @@ from proximetry.training.loop import Run
 from proximetry.training.reporting import Display
 from proximetry.training.run_folder import FIRST_STAGE, RunFolder
 from proximetry.training.sources.base import cache_sizes
-from proximetry.training.sources.images import ImageData, check_space, free_space, without
+from proximetry.training.sources.image_data import ImageData, check_space, free_space, without
 from proximetry.training.step import autocast
 from proximetry.training.trainer import (
     check_rows,

@@ -65,7 +65,7 @@ def problem(status: int, detail: str, headers: Mapping[str, str] | None = None) 
     return Response(content, status, headers, "application/json")
 
 
-class Guard:
+class AccessMiddleware:
     """Passes allowed requests to an application, and limits their number.
 
     Without a token it accepts the host names of the loopback only: else any web site could resolve

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
@@ -12,8 +13,16 @@ from proximetry.data import Catalog
 from proximetry.models import Embedder
 from proximetry.models.constants import CUSTOM
 from proximetry.recipe.schema import AUTO, Recipe
-from proximetry.training.build import Components
-from proximetry.training.sources.torch_dataset import torch_datasets
+from proximetry.training.sources.torch_dataset import TorchDatasets, torch_datasets
+
+
+@dataclass(frozen=True)
+class Components:
+    """Custom data, embedder and loss; None for those of the recipe."""
+
+    data: Catalog | TorchDatasets | None = None
+    embedder: Embedder | None = None
+    loss: nn.Module | None = None
 
 
 def custom_components(

@@ -12,7 +12,7 @@ from proximetry._util.types import Progress
 from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
 from proximetry.metrics import Identification, Verification
-from proximetry.metrics._search.inputs import normalize
+from proximetry.metrics._search.embeddings import normalize
 from proximetry.metrics.distributed import gather_objects, together
 from proximetry.models.encoding import embed_images
 
@@ -31,7 +31,7 @@ def with_notes(lines: list[str], skipped: Sequence[str], what: str, notes: Seque
 
 
 @dataclass
-class FaceVectors:
+class FaceEncoder:
     """Embed images in batches, shared among the processes of a group.
 
     ``concat_flip`` appends the vector of the mirror image. ``unreadable`` collects images that

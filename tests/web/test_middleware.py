@@ -12,8 +12,8 @@ from PIL import Image
 
 from proximetry._util.errors import UsageError
 from proximetry.search import Gallery
-from proximetry.web import guard, make_app
-from proximetry.web.guard import Guard
+from proximetry.web import make_app, middleware
+from proximetry.web.middleware import AccessMiddleware
 from tests.web.conftest import bomb, client_of, png
 
 TOKEN = "correct-horse-battery-staple"
@@ -122,7 +122,7 @@ def test_browsers_without_a_token_get_a_readable_page(shared):
 )
 def test_weak_tokens_are_rejected(token):
     with pytest.raises(UsageError, match="16 to 200"):
-        Guard(make_app, token)
+        AccessMiddleware(make_app, token)
 
 
 # Uploads
@@ -148,7 +148,7 @@ def test_uploads_that_are_not_images_are_rejected(client, name, content, token):
 
 
 def test_large_endless_and_mislabeled_uploads_are_rejected(client, monkeypatch):
-    monkeypatch.setattr(guard, "MOST_BYTES", 50_000)
+    monkeypatch.setattr(middleware, "MOST_BYTES", 50_000)
     rejected(upload(client, bytes(60_000)), 413, "50 kB")
     assert upload(client, png()).status_code == 200
     head = b'--b\r\nContent-Disposition: form-data; name="image"; filename="x"\r\n\r\n'
@@ -167,8 +167,8 @@ def test_large_endless_and_mislabeled_uploads_are_rejected(client, monkeypatch):
 
 
 def test_incomplete_request_times_out(shared, monkeypatch):
-    monkeypatch.setattr(guard, "_SECONDS", 0.05)
-    app = Guard(make_app(shared.path))
+    monkeypatch.setattr(middleware, "_SECONDS", 0.05)
+    app = AccessMiddleware(make_app(shared.path))
 
     async def never():
         yield b"--b\r\n"
@@ -282,7 +282,7 @@ def test_security_headers(client):
 
 
 def test_overload_is_answered_503(shared, monkeypatch):
-    monkeypatch.setattr(guard, "MOST_SEARCHES", 3)
+    monkeypatch.setattr(middleware, "MOST_SEARCHES", 3)
     release, plain = Event(), Gallery.search
 
     def slow(*arguments, **options):
@@ -290,7 +290,7 @@ def test_overload_is_answered_503(shared, monkeypatch):
         return plain(*arguments, **options)
 
     monkeypatch.setattr(Gallery, "search", slow)
-    app = Guard(make_app(shared.path))
+    app = AccessMiddleware(make_app(shared.path))
 
     async def ask():
         async with async_client(app) as client:
@@ -339,7 +339,7 @@ def test_batched_searches_equal_single_ones(shared, monkeypatch):
         return plain(gallery, queries, k, **options)
 
     monkeypatch.setattr(Gallery, "search", counted)
-    app = Guard(make_app(shared.path))
+    app = AccessMiddleware(make_app(shared.path))
 
     async def ask():
         async with async_client(app) as client:
