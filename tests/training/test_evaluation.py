@@ -22,7 +22,8 @@ from proximetry.training import (
     train,
 )
 from proximetry.training.evaluator import Evaluator, evaluate_embedder
-from proximetry.training.reporting import WITH_DISTRACTORS, describe_epoch, metrics_table
+from proximetry.training.metrics_table import WITH_DISTRACTORS, metrics_table
+from proximetry.training.reporting import describe_epoch
 from proximetry.training.sources.base import divide
 from tests.training.ranks import RUN, Ranks
 from tests.training.runs import observed

@@ -12,15 +12,13 @@ import torch
 import yaml
 
 from proximetry.training import Callback, Recipe, Stopped, train
+from proximetry.training.metrics_table import WITH_DISTRACTORS, describe_protocol, result_rows
 from proximetry.training.reporting import (
-    WITH_DISTRACTORS,
     Display,
     PlainDisplay,
     RichDisplay,
     describe_epoch,
-    describe_protocol,
     make_display,
-    result_rows,
 )
 from tests.processes import Process
 from tests.training.ranks import TRAIN, Ranks

@@ -3,7 +3,7 @@
 import pytest
 
 from proximetry.metrics import Metrics
-from proximetry.training.reporting import WITH_DISTRACTORS, metrics_table
+from proximetry.training.metrics_table import WITH_DISTRACTORS, metrics_table
 
 
 def default_scores(clustering=False):

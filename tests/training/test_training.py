@@ -34,7 +34,8 @@ from proximetry.training.checkpoint import (
 )
 from proximetry.training.dry_run import dry_run
 from proximetry.training.evaluator import Evaluator
-from proximetry.training.reporting import WITH_DISTRACTORS, PlainDisplay
+from proximetry.training.metrics_table import WITH_DISTRACTORS
+from proximetry.training.reporting import PlainDisplay
 from proximetry.training.run_folder import FolderError
 from tests.processes import Process
 from tests.training.runs import (

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from proximetry import __version__
-from proximetry._util.errors import UsageError, format_value, readable_size, shorten
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import format_value, readable_size, shorten
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock

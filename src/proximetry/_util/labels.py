@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._util.errors import format_value
+from proximetry._util.formatting import format_value
 
 Labels = Tensor | npt.NDArray[Any] | Sequence[int] | Sequence[str]
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from threading import Barrier, Lock, RLock
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from proximetry._util.errors import UsageError, format_value
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import format_value
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO, get_origin
 
 from proximetry import __version__
-from proximetry._util.errors import UsageError, install_hint, printable, shorten, some
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import printable, shorten, some
+from proximetry._util.imports import install_hint
 
 if TYPE_CHECKING:
     from cyclopts import App, CycloptsError

@@ -7,8 +7,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from proximetry._util.errors import UsageError, pluralize, readable_size, some
+from proximetry._util.errors import UsageError
 from proximetry._util.files import cache_folder
+from proximetry._util.formatting import pluralize, readable_size, some
 from proximetry.cli.options import AsJson, Flag
 from proximetry.cli.output import print_result
 

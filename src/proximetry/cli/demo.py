@@ -35,7 +35,8 @@ def demo(*, out: Path | None = None, seed: int = 0) -> None:
     from proximetry.reports import RunRecord, evaluate_run, report_page
     from proximetry.search.manifest import MANIFEST
     from proximetry.training import train
-    from proximetry.training.reporting import make_display, metrics_table
+    from proximetry.training.metrics_table import metrics_table
+    from proximetry.training.reporting import make_display
 
     started, display = time.monotonic(), make_display()
     numbered = (Path("runs") / f"demo-{number}" for number in itertools.count(1))

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from proximetry._util.errors import pluralize, spaced
+from proximetry._util.formatting import pluralize, spaced
 from proximetry.cli.inputs import open_gallery
 from proximetry.cli.options import (
     GALLERY,

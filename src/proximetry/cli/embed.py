@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from proximetry._util.errors import UsageError, first_few, need
+from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
+from proximetry._util.formatting import first_few
+from proximetry._util.imports import need
 from proximetry._util.types import Progress
 from proximetry.cli.inputs import Image, find_images, load_embedder, processes
 from proximetry.cli.options import (

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from proximetry._util.errors import UsageError, first_few, some
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import first_few, some
 from proximetry.cli.inputs import load_embedder, open_images
 from proximetry.cli.options import (
     AsJson,
@@ -217,7 +218,7 @@ def describe(
 def as_text(document: Mapping[str, Any], name: str) -> str:
     """Return the tables of an evaluation."""
     from proximetry.cli import search_methods
-    from proximetry.training.reporting import metrics_table
+    from proximetry.training.metrics_table import metrics_table
 
     scores, split = document["metrics"], document["split"]
     kind = "vectors" if document["dataset"] == "vectors" else "images"

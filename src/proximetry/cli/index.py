@@ -7,7 +7,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from proximetry._util.errors import UsageError, first_few, some, spaced
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import first_few, some, spaced
 from proximetry.cli.inputs import load_image_embedder
 from proximetry.cli.options import (
     GALLERY,

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from proximetry._util.errors import UsageError, some
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import some
 from proximetry.cli.output import progress_bar
 
 if TYPE_CHECKING:

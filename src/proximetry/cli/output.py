@@ -11,8 +11,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from proximetry._util.errors import UsageError, printable
+from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write, check_writable
+from proximetry._util.formatting import printable
 from proximetry._util.types import Progress
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from proximetry._util.errors import UsageError, shorten
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import shorten
 from proximetry.cli.inputs import open_gallery
 from proximetry.cli.options import (
     GALLERY,

@@ -6,13 +6,13 @@ Binary codes, query expansion and k-reciprocal re-ranking: each has its row with
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from proximetry._util.errors import spaced
+from proximetry._util.formatting import spaced
 from proximetry._util.types import Progress
 from proximetry.cli.output import wrap
 from proximetry.metrics import Evaluation, Metrics, evaluate
 from proximetry.metrics.reranking import ALPHA, FEWEST, K1, K2, RERANKED, WEIGHT, candidates
 from proximetry.metrics.scores import COUNTS
-from proximetry.training.reporting import metrics_table
+from proximetry.training.metrics_table import metrics_table
 
 Row = dict[str, Any]
 

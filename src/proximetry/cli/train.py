@@ -14,7 +14,7 @@ from typing import get_type_hints as type_hints
 
 from cyclopts import Group, Parameter, Token
 
-from proximetry._util.errors import format_value, some
+from proximetry._util.formatting import format_value, some
 from proximetry.cli.options import AsJson, ColumnPairs, Device, Flag
 from proximetry.cli.output import print_result, wrap
 from proximetry.data.datasets import list_datasets, not_found, resolve_source
@@ -294,7 +294,7 @@ def _is_available(path: Path, recipe: Recipe, names: tuple[str, ...]) -> bool:
 def summary(results: Mapping[str, Any], plan: Plan) -> str:
     """Return the table of metrics, the paths of the results, and the next commands to type."""
     from proximetry.models.storage import SECOND_STAGE
-    from proximetry.training.reporting import describe_protocol, metrics_table, result_rows
+    from proximetry.training.metrics_table import describe_protocol, metrics_table, result_rows
     from proximetry.training.run_folder import FIRST_STAGE
 
     recipe, data, rows = plan.recipe, plan.recipe.data, result_rows(results)

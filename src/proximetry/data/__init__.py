@@ -6,7 +6,7 @@ Names are imported when they are first used: a catalog needs neither torch nor P
 # ruff: noqa: F403
 from typing import TYPE_CHECKING
 
-from proximetry._util.errors import lazy_exports
+from proximetry._util.imports import lazy_exports
 
 if TYPE_CHECKING:
     from proximetry.data.augment import *

@@ -33,7 +33,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proximetry._util.errors import some
 from proximetry._util.files import (
     DISK_SHARE,
     MAX_CACHE_BYTES,
@@ -43,6 +42,7 @@ from proximetry._util.files import (
     take_lock,
     writing,
 )
+from proximetry._util.formatting import some
 from proximetry._util.types import Progress
 from proximetry.data.catalog import Catalog
 from proximetry.data.folders import shard_members, split_shard_path

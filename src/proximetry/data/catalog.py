@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from proximetry._util.errors import closest, some
+from proximetry._util.errors import closest
+from proximetry._util.formatting import some
 from proximetry._util.types import Progress
 from proximetry.data import FIELDS
 from proximetry.data.folders import (

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from proximetry._util.errors import some
+from proximetry._util.formatting import some
 
 SEPARATOR = "::"
 _KINDS = {

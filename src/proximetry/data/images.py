@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from proximetry._util.errors import need
+from proximetry._util.imports import need
 from proximetry.data.folders import open_file, shard_members, split_shard_path
 
 try:

@@ -26,8 +26,9 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute  # type: ignore[import-untyped]
 import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
-from proximetry._util.errors import UsageError, closest, format_value, some
+from proximetry._util.errors import UsageError, closest
 from proximetry._util.files import atomic_path
+from proximetry._util.formatting import format_value, some
 from proximetry.data import FIELDS
 from proximetry.data.folders import open_file
 

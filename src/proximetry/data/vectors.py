@@ -13,8 +13,9 @@ import numpy.typing as npt
 import pyarrow as arrow  # type: ignore[import-untyped]
 import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
-from proximetry._util.errors import UsageError, shorten, some
+from proximetry._util.errors import UsageError
 from proximetry._util.files import read_json
+from proximetry._util.formatting import shorten, some
 from proximetry.data import FIELDS
 from proximetry.data.catalog import Catalog
 from proximetry.data.tables import MISSING, decode

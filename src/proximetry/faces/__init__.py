@@ -6,7 +6,7 @@ Names are imported on first use.
 # ruff: noqa: F403
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from proximetry._util.errors import lazy_exports
+from proximetry._util.imports import lazy_exports
 
 if TYPE_CHECKING:
     from proximetry.faces.align import *

@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from proximetry._util.errors import UsageError, some
+from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_path, written_for
+from proximetry._util.formatting import some
 from proximetry._util.machine import cores
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from proximetry._util.errors import UsageError, need
+from proximetry._util.errors import UsageError
+from proximetry._util.imports import need
 from proximetry._util.tensors import chunks
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from proximetry._util.errors import UsageError, closest, format_value
+from proximetry._util.errors import UsageError, closest
 from proximetry._util.files import read_text
+from proximetry._util.formatting import format_value
 from proximetry._util.machine import resolve_device
 from proximetry.data.images import ImageError, image_size
 from proximetry.faces.detector import described, open_session, reason_of

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from proximetry._util.charts import line_chart, step_points
-from proximetry._util.errors import UsageError, some, spaced
+from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
+from proximetry._util.formatting import some, spaced
 from proximetry._util.types import Progress
 from proximetry.data import open_dataset
 from proximetry.data.folders import images_below

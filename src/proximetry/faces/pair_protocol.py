@@ -14,8 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from proximetry._util.errors import UsageError, some
+from proximetry._util.errors import UsageError
 from proximetry._util.files import read_text
+from proximetry._util.formatting import some
 from proximetry.data.datasets.readers import people_folder
 from proximetry.data.folders import EXTENSIONS, images_below, is_image
 from proximetry.faces import BadImages

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from proximetry._util.errors import format_value
+from proximetry._util.formatting import format_value
 from proximetry._util.tensors import gather_rows
 from proximetry.losses.base import Weights, labels_like, sample_weights
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from proximetry._util.errors import closest, format_value, need
+from proximetry._util.errors import closest
+from proximetry._util.formatting import format_value
+from proximetry._util.imports import need
 from proximetry._util.tensors import rescale
 from proximetry.losses.base import IGNORED, Labels, check_labels
 from proximetry.losses.settings import (

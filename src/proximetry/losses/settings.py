@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 
 from torch import Tensor, nn
 
-from proximetry._util.errors import UsageError, closest, format_value, is_whole
+from proximetry._util.errors import UsageError, closest, is_whole
+from proximetry._util.formatting import format_value
 
 #: Larger settings, or positive ones below its inverse, overflow float32 in a loss.
 LARGEST = 1e30

@@ -6,7 +6,7 @@ Names are imported on first use: `Metrics` needs neither torch nor numpy.
 # ruff: noqa: F403
 from typing import TYPE_CHECKING
 
-from proximetry._util.errors import lazy_exports
+from proximetry._util.imports import lazy_exports
 from proximetry.metrics.scores import Metrics
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from proximetry._util.errors import format_value
+from proximetry._util.formatting import format_value
 from proximetry._util.labels import Labels
 from proximetry._util.machine import by_device
 from proximetry._util.tensors import binary_codes, chunks

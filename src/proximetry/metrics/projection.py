@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._util.errors import need
+from proximetry._util.imports import need
 from proximetry._util.machine import cores
 from proximetry.metrics._search.embeddings import (
     Embeddings,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from proximetry._util.errors import some
+from proximetry._util.formatting import some
 from proximetry._util.labels import Labels, as_array, as_labels
 from proximetry._util.types import FloatArray, IntArray
 from proximetry.metrics._search.embeddings import encode

@@ -5,7 +5,7 @@ Names are imported on first use; `proximetry.models.constants` imports no torch.
 
 from typing import TYPE_CHECKING
 
-from proximetry._util.errors import lazy_exports
+from proximetry._util.imports import lazy_exports
 
 if TYPE_CHECKING:
     from proximetry.models.architecture import Architecture

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from proximetry._util.errors import format_value
+from proximetry._util.formatting import format_value
 from proximetry.models.constants import (
     LARGEST_BITS,
     LARGEST_DIM,

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from proximetry import __version__
-from proximetry._util.errors import UsageError, format_value, is_whole, shorten, some
+from proximetry._util.errors import UsageError, is_whole
+from proximetry._util.formatting import format_value, shorten, some
 from proximetry._util.machine import preserve_rng_state
 from proximetry._util.tensors import binary_codes, l2_normalize
 from proximetry.models.architecture import Architecture

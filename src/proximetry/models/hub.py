@@ -25,7 +25,8 @@ from huggingface_hub import (
 from huggingface_hub.errors import HfHubHTTPError
 
 from proximetry import __version__
-from proximetry._util.errors import UsageError, format_value, shorten, spaced
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import format_value, shorten, spaced
 from proximetry.models import weights
 from proximetry.models.embedder import Embedder, versions
 from proximetry.models.storage import (

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from proximetry._util.errors import UsageError, need
+from proximetry._util.errors import UsageError
+from proximetry._util.imports import need
 from proximetry._util.machine import preserve_rng_state
 from proximetry.models.backbones import build, evaluating
 from proximetry.models.embedder import Embedder

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from proximetry._util.errors import UsageError, need
+from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write, check_writable
+from proximetry._util.imports import need
 from proximetry.models.backbones import evaluating
 from proximetry.models.embedder import Embedder, versions, why_not_finite
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry._util.errors import format_value, some
+from proximetry._util.formatting import format_value, some
 from proximetry.data.images import (
     MAX_PIXELS,
     Interpolation,

@@ -17,8 +17,9 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from proximetry._util.errors import UsageError, some
+from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write, check_format, read_json, sealed_json, written_for
+from proximetry._util.formatting import some
 
 FORMAT = "proximetry embedder"
 VERSION = 1

@@ -25,7 +25,9 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntr
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from proximetry._util.errors import UsageError, install_hint, readable_size, shorten, some
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import readable_size, shorten, some
+from proximetry._util.imports import install_hint
 from proximetry.models.backbones import load_timm
 from proximetry.models.preprocessing import Preprocessing
 from proximetry.models.storage import find_embedder, read_embedder, weights_name

@@ -1,6 +1,6 @@
 """Recipes: every setting of a run, validated; imports neither torch nor numpy."""
 
-from proximetry._util.errors import need
+from proximetry._util.imports import need
 
 need("pydantic", "train", "proximetry.recipe")
 

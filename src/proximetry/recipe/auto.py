@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from proximetry._util.errors import readable_size, spaced
 from proximetry._util.files import DISK_SHARE, MAX_CACHE_BYTES
+from proximetry._util.formatting import readable_size, spaced
 from proximetry.recipe.loading import flatten
 from proximetry.recipe.schema import AUTO, Recipe
 

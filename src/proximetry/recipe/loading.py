@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
 
-from proximetry._util.errors import UsageError, closest, format_value, shorten
+from proximetry._util.errors import UsageError, closest
 from proximetry._util.files import read_text
+from proximetry._util.formatting import format_value, shorten
 from proximetry.models.constants import LARGEST_BITS
 
 if TYPE_CHECKING:

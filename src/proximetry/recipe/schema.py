@@ -24,8 +24,9 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from proximetry._util.errors import closest, format_value, shorten, some
+from proximetry._util.errors import closest
 from proximetry._util.files import atomic_write
+from proximetry._util.formatting import format_value, shorten, some
 from proximetry.data import FIELDS
 from proximetry.data.datasets import list_datasets
 from proximetry.metrics.scores import COUNTS, Metrics

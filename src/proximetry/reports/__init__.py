@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from proximetry._util.errors import lazy_exports
+from proximetry._util.imports import lazy_exports
 
 if TYPE_CHECKING:
     from proximetry.reports.report import comparison_page, report_page, write_report

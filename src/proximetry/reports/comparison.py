@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from proximetry._util.charts import in_percent, line_chart
-from proximetry._util.errors import format_value, spaced
+from proximetry._util.formatting import format_value, spaced
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.recipe.loading import flatten
 from proximetry.reports.html import Section, section, short
 from proximetry.reports.run_evaluation import RunEvaluation
 from proximetry.reports.run_record import RunRecord
 from proximetry.reports.sections import SPLITS, image, metric_names, neighbor_images
-from proximetry.training.reporting import metric_title
+from proximetry.training.metrics_table import metric_title
 
 MAX_CHANGES = 8
 _NEIGHBORS = 4

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from proximetry._util.errors import shorten, spaced
+from proximetry._util.formatting import shorten, spaced
 from proximetry.metrics import Interval
 from proximetry.reports.thumbnails import data_uri
-from proximetry.training.reporting import metric_title
+from proximetry.training.metrics_table import metric_title
 
 _TEMPLATES = Environment(
     loader=PackageLoader("proximetry.reports"),

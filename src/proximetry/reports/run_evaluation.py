@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from proximetry._util.errors import UsageError, some, spaced
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import some, spaced
 from proximetry._util.machine import resolve_device
 from proximetry._util.types import Steps
 from proximetry.data import Catalog, open_dataset, resolve_source

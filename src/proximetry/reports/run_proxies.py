@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._util.errors import some
+from proximetry._util.formatting import some
 from proximetry._util.tensors import l2_normalize
 from proximetry.data import Catalog
 from proximetry.models import Embedder

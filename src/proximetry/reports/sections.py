@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from proximetry._util.charts import bar_chart, in_percent, line_chart, plain
-from proximetry._util.errors import readable_seconds, spaced
+from proximetry._util.formatting import readable_seconds, spaced
 from proximetry.data import VectorCatalog
 from proximetry.metrics import Interval, distinct_proxies, map_embeddings, separability
 from proximetry.metrics.intervals import INTERVALS
@@ -20,7 +20,7 @@ from proximetry.reports.run_proxies import ProxyUse, RunProxies
 from proximetry.reports.run_record import RunRecord
 from proximetry.reports.thumbnails import COLUMNS, load_thumbnail, sprite
 from proximetry.training.evaluator import CODES
-from proximetry.training.reporting import (
+from proximetry.training.metrics_table import (
     WITH_DISTRACTORS,
     compared_epochs,
     describe_protocol,

@@ -5,7 +5,7 @@ reproduce("mpa-table4", "~/cub", options=ReproduceOptions(seeds=(0, 1, 2)))
 
 from typing import TYPE_CHECKING
 
-from proximetry._util.errors import lazy_exports
+from proximetry._util.imports import lazy_exports
 from proximetry.reproduce.table import (
     ReproduceError,
     ReproduceOptions,

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from proximetry._util.errors import spaced
+from proximetry._util.formatting import spaced
 from proximetry.data import list_datasets
 from proximetry.recipe.schema import DataConfig, Recipe
 from proximetry.reproduce.figures import curve, figure_names, why_no_seconds

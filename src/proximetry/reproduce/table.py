@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from proximetry._util.errors import UsageError, closest, format_value
+from proximetry._util.errors import UsageError, closest
+from proximetry._util.formatting import format_value
 from proximetry.recipe.loading import (
     RecipeError,
     find_file,

@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from proximetry._util.errors import UsageError, spaced
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import spaced
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.data import ImageError, open_image

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from proximetry._util.errors import UsageError, is_whole, pluralize, some
+from proximetry._util.errors import UsageError, is_whole
 from proximetry._util.files import writing
+from proximetry._util.formatting import pluralize, some
 from proximetry._util.machine import resolve_device
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress

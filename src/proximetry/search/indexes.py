@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._util.errors import UsageError, format_value, need
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import format_value
+from proximetry._util.imports import need
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.metrics.reranking import binary_codes, candidates

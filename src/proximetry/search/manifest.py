@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from proximetry import __version__
-from proximetry._util.errors import UsageError, format_value, some
+from proximetry._util.errors import UsageError
 from proximetry._util.files import (
     CHECKSUM,
     atomic_write,
@@ -28,6 +28,7 @@ from proximetry._util.files import (
     take_lock,
     written_for,
 )
+from proximetry._util.formatting import format_value, some
 from proximetry.models.constants import LARGEST_DIM, SIMILARITIES, Similarity
 
 FORMAT = "proximetry gallery"

@@ -25,8 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from proximetry._util.errors import UsageError, format_value, need, some, spaced
+from proximetry._util.errors import UsageError
 from proximetry._util.files import cache_folder, writing
+from proximetry._util.formatting import format_value, some, spaced
+from proximetry._util.imports import need
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.models import Embedder

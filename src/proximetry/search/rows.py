@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._util.errors import UsageError, closest, format_value, need, some
+from proximetry._util.errors import UsageError, closest
+from proximetry._util.formatting import format_value, some
+from proximetry._util.imports import need
 from proximetry.data import FIELDS, Catalog
 from proximetry.data.folders import SEPARATOR, split_shard_path
 from proximetry.search.manifest import DamagedGalleryError

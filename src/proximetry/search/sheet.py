@@ -14,8 +14,9 @@ import numpy as np
 from jinja2 import Environment
 from PIL import Image, ImageDraw, ImageFont
 
-from proximetry._util.errors import UsageError, shorten
+from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_path, atomic_write
+from proximetry._util.formatting import shorten
 from proximetry.data.images import ImageError, thumbnail
 from proximetry.search.result import REMOVED, SearchResult
 

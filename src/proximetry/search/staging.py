@@ -22,8 +22,9 @@ import numpy.typing as npt
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._util.errors import UsageError, pluralize, some
+from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
+from proximetry._util.formatting import pluralize, some
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.data import Catalog, ImageError

@@ -7,7 +7,7 @@ embedder = Embedder.load("runs/first/embedder")
 
 from typing import TYPE_CHECKING
 
-from proximetry._util.errors import lazy_exports, need
+from proximetry._util.imports import lazy_exports, need
 
 need("pydantic", "train", "proximetry.training")
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from proximetry._util.errors import UsageError, need
+from proximetry._util.errors import UsageError
+from proximetry._util.imports import need
 from proximetry.data import VectorCatalog
 from proximetry.kernels.layers import fuse
 from proximetry.losses import parameter_groups

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from proximetry._util.errors import closest, format_value
+from proximetry._util.errors import closest
+from proximetry._util.formatting import format_value
 
 if TYPE_CHECKING:
     from torch import Tensor

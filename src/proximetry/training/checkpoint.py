@@ -19,7 +19,6 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proximetry._util.errors import some
 from proximetry._util.files import (
     CHECKSUM,
     SEAL,
@@ -29,6 +28,7 @@ from proximetry._util.files import (
     parse_json,
     sealed,
 )
+from proximetry._util.formatting import some
 from proximetry.recipe.loading import differences
 from proximetry.recipe.schema import Recipe
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from proximetry._util.errors import UsageError, format_value
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import format_value
 from proximetry.data import Catalog
 from proximetry.models import Embedder
 from proximetry.models.constants import CUSTOM

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from proximetry._util.errors import UsageError, format_value
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import format_value
 from proximetry._util.machine import resolve_device
 from proximetry.recipe.auto import DeviceFacts
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from proximetry._util.errors import first_few, pluralize, readable_seconds, readable_size
+from proximetry._util.formatting import first_few, pluralize, readable_seconds, readable_size
 from proximetry.data.cache import Bad, cache_home, describe_copies, raise_unreadable
 from proximetry.data.images import ImageError
 from proximetry.data.loader import decode, parallel_map

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor
 
-from proximetry._util.errors import UsageError, some
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import some
 from proximetry._util.types import Progress
 from proximetry.data import Catalog, VectorCatalog
 from proximetry.data.cache import describe_copies

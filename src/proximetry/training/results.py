@@ -10,7 +10,7 @@ import torch
 from proximetry.metrics import separability
 from proximetry.training.checkpoint import restore_best
 from proximetry.training.evaluator import Evaluated, Scores
-from proximetry.training.reporting import selection_title
+from proximetry.training.metrics_table import selection_title
 
 if TYPE_CHECKING:
     from proximetry.training.loop import Run

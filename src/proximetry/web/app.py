@@ -20,7 +20,8 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
 from proximetry import __version__
-from proximetry._util.errors import UsageError, closest, format_value, shorten
+from proximetry._util.errors import UsageError, closest
+from proximetry._util.formatting import format_value, shorten
 from proximetry._util.machine import cores
 from proximetry.data import ImageError
 from proximetry.search.gallery import ROUNDING

@@ -15,7 +15,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from proximetry._util.errors import UsageError, format_value, readable_size
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import format_value, readable_size
 
 MOST_BYTES = 20_000_000  # of a request
 MOST_REQUESTS, MOST_SEARCHES = 256, 128

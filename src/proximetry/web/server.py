@@ -17,7 +17,9 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from proximetry._util.errors import UsageError, format_value, need, pluralize
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import format_value, pluralize
+from proximetry._util.imports import need
 from proximetry.search.manifest import is_milvus, read_manifest
 from proximetry.web.middleware import AccessMiddleware, check_token
 

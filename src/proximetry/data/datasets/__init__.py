@@ -15,7 +15,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from proximetry._util.errors import UsageError, closest, format_value, spaced
+from proximetry._util.errors import UsageError, closest
+from proximetry._util.formatting import format_value, spaced
 from proximetry._util.types import Progress
 from proximetry.data.folders import class_folders
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from proximetry._util.errors import need
 from proximetry._util.files import atomic_path, cache_folder
+from proximetry._util.imports import need
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets.readers import split_by_class
 from proximetry.data.folders import SEPARATOR, shard_members

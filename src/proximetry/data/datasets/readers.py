@@ -15,7 +15,9 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from proximetry._util.errors import UsageError, need, some
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import some
+from proximetry._util.imports import need
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets import DATASETS, DatasetInfo
 from proximetry.data.folders import class_folders, is_image

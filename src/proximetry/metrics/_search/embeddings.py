@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._util.errors import is_whole, some
+from proximetry._util.errors import is_whole
+from proximetry._util.formatting import some
 from proximetry._util.machine import by_device, override
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Similarity

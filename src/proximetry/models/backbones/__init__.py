@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from proximetry._util.errors import UsageError, closest, format_value, need
+from proximetry._util.errors import UsageError, closest
+from proximetry._util.formatting import format_value
+from proximetry._util.imports import need
 from proximetry._util.machine import override, preserve_rng_state
 from proximetry.models.preprocessing import Channels
 

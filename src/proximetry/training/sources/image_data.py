@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry._util.errors import first_few, readable_size, some, spaced
+from proximetry._util.formatting import first_few, readable_size, some, spaced
 from proximetry._util.machine import available_memory, torch_pool
 from proximetry._util.tensors import chunks
 from proximetry.data import Catalog, CenterCrop, PixelCache

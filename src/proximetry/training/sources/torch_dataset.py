@@ -14,7 +14,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
-from proximetry._util.errors import UsageError, format_value, spaced
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import format_value, spaced
 from proximetry._util.machine import cores, preserve_rng_state
 from proximetry._util.tensors import chunks
 from proximetry.data import Catalog, PixelCache, open_image

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry._util.errors import readable_size, spaced
+from proximetry._util.formatting import readable_size, spaced
 from proximetry._util.tensors import gather_rows
 from proximetry.data import VectorCatalog
 from proximetry.models import Embedder, evaluating
