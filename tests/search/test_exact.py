@@ -14,7 +14,7 @@ from proximetry.metrics._search.neighbors import largest
 from proximetry.search import duplicates
 from proximetry.search.duplicates import compare_all, group_pairs
 from proximetry.search.exact import Part, Store
-from proximetry.search.snapshot import no_progress
+from proximetry.search.segments import no_progress
 
 
 def make_store(vectors, similarity, edges=()):

@@ -22,7 +22,7 @@ from proximetry.metrics._search.embeddings import full_precision
 from proximetry.metrics._search.task import connected_components
 from proximetry.models import Embedder
 from proximetry.search.exact import FloatArray, Part, Scores, Store, take
-from proximetry.search.snapshot import prepare_vectors
+from proximetry.search.segments import prepare_vectors
 
 if TYPE_CHECKING:
     from proximetry.search.gallery import Version

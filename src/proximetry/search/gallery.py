@@ -43,14 +43,14 @@ from proximetry.search.manifest import (
     write_manifest,
 )
 from proximetry.search.result import SearchResult
-from proximetry.search.snapshot import (
-    Snapshot,
+from proximetry.search.segments import (
     check_segment,
     no_progress,
     prepare_vectors,
     write_deleted,
     write_segment,
 )
+from proximetry.search.snapshot import Snapshot
 from proximetry.search.staging import (
     BLOCK,
     BadImages,

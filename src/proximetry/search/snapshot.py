@@ -1,38 +1,27 @@
-"""Segments (rows that were written together), and all of them as one opened version."""
+"""`Snapshot`: all segments of a gallery as one opened version."""
 
 from __future__ import annotations
 
-import io
 import math
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
-from proximetry._util.files import sync_folder, writing
 from proximetry._util.tensors import chunks
-from proximetry._util.types import IntArray, Progress
-from proximetry.metrics._search.embeddings import normalize
+from proximetry._util.types import IntArray
 from proximetry.search import indexes, rows
 from proximetry.search.exact import FloatArray, Hits, Mask, Part, Scores, Store, merge_hits, take
 from proximetry.search.manifest import (
-    FILES,
-    SEGMENTS,
     DamagedGalleryError,
-    Deleted,
-    FileInfo,
     Manifest,
-    SegmentInfo,
-    read_digest,
     read_manifest,
 )
+from proximetry.search.segments import Segment, above, check_file, open_array, write_deleted
 
 # A filter that allows this many rows × dimensions is scanned exactly: on one core 10 ms for one
 # query, 70 ms for 100.
@@ -41,173 +30,6 @@ SCANNED = 1 << 24
 SHORTEST = 64
 _NEAR = 10  # neighbors that show whether the rows around a query are allowed
 _GATHERED = 0.5  # share of a segment below which allowed rows are gathered, else masked
-_SAMPLE = 256  # rows that recall is measured with
-_LONGEST = 1e15  # entries of vectors whose squares would overflow float32
-
-
-def no_progress(done: int, total: int) -> None:
-    """Ignore progress."""
-
-
-def prepare_vectors(vectors: FloatArray, manifest: Manifest) -> FloatArray:
-    """Return vectors as they are stored and searched for: unit length for cosines."""
-    if manifest.similarity == "cosine":
-        return normalize(torch.from_numpy(np.ascontiguousarray(vectors))).numpy()
-    if len(vectors) and np.abs(vectors).max() > _LONGEST:
-        raise ValueError(f"vectors have entries above {_LONGEST:g}: their squares overflow float32")
-    return vectors
-
-
-def write_segment(
-    folder: Path,
-    manifest: Manifest,
-    table: Any,
-    ids: IntArray,
-    blocks: Iterable[FloatArray],
-    index: str,
-    progress: Progress,
-) -> SegmentInfo:
-    """Write rows with their prepared vectors, and an index unless `index` is ""."""
-    name, count = uuid4().hex, len(ids)
-    home = folder / SEGMENTS / name
-    paths = {kind: home / file for kind, file in FILES.items()}
-    with writing(home):
-        home.mkdir(parents=True)
-        with paths["vectors"].open("wb") as stream:
-            header = {"descr": "<f4", "fortran_order": False, "shape": (count, manifest.dim)}
-            np.lib.format.write_array_header_1_0(stream, header)
-            for block in blocks:
-                stream.write(np.ascontiguousarray(block, np.float32).data)
-        vectors = _open_array(paths["vectors"], (count, manifest.dim), np.float32)
-        parts = (vectors[part].astype(np.float64) for part in chunks(count, 4096))
-        squares = np.concatenate([np.square(part).sum(1) for part in parts])
-        longest = float(np.sqrt(squares.max()))
-        _save(paths["ids"], ids)
-        with paths["rows"].open("wb") as stream:
-            rows.write(table, stream)
-        lengths = squares.astype(np.float32) if manifest.similarity == "euclidean" else None
-        if lengths is not None:
-            _save(paths["squares"], lengths)
-        effort, recall = 1, None
-        if index:
-            indexes.build(index, vectors, manifest.similarity, paths["index"], progress)
-            store = Store([vectors], np.array([0, count]), manifest.similarity, _above(longest))
-            built = indexes.Index(paths["index"], index)
-            effort, recall = _calibrate(built, store, Part(vectors, lengths, 0))
-        files = {kind: _seal(file) for kind, file in paths.items() if file.exists()}
-    for changed in (home, home.parent):
-        sync_folder(changed)
-    return SegmentInfo(name, count, index, longest, files, effort, recall)
-
-
-def _above(longest: float) -> float:
-    """Return a bound on the length of vectors whatever its rounding."""
-    return longest * (1 + 1e-6)
-
-
-def _save(file: Path, array: npt.NDArray[Any]) -> None:
-    buffer = io.BytesIO()  # np.save does not report a full disk
-    np.save(buffer, array)
-    file.write_bytes(buffer.getbuffer())
-
-
-def _seal(file: Path) -> FileInfo:
-    """Flush a new file to disk, and return its size and checksum."""
-    with file.open("rb+") as stream:
-        os.fsync(stream.fileno())
-    return read_digest(file)
-
-
-def _calibrate(index: indexes.Index, store: Store, part: Part) -> tuple[int, float]:
-    """Raise the effort of an index until its recall@10 suffices; return effort and recall.
-
-    Recall is measured against an exact scan, for a sample of the rows as queries.
-    """
-    count = len(part.vectors)
-    sample = np.random.default_rng(0).choice(count, min(count, _SAMPLE), replace=False)
-    queries, k = part.vectors[np.sort(sample)], min(11, count)  # a row finds itself
-    farthest = store.search([part], queries, k).scores[:, -1:]
-    while True:
-        scores = store.rescore(queries, index.candidates(queries, k), k).scores
-        recall = float((scores[:, 1:] >= farthest).mean())
-        if recall >= indexes.RECALL or index.effort >= indexes.MOST_EFFORT:
-            return index.effort, recall
-        index.effort *= 2
-
-
-def write_deleted(folder: Path, ids: IntArray) -> Deleted | None:
-    """Write the ids that are removed."""
-    if not len(ids):
-        return None
-    file = folder / f"deleted-{uuid4().hex}.npy"
-    with writing(file):
-        _save(file, ids)
-        return Deleted(file.name, len(ids), _seal(file))
-
-
-def _open_array(file: Path, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
-    try:
-        # Copy-on-write, as torch does not accept read-only arrays.
-        array = np.lib.format.open_memmap(file, mode="c")
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # numpy parses the header as Python, which raises anything
-        raise DamagedGalleryError(file, error) from error
-    if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
-        raise DamagedGalleryError(
-            file, f"it has {array.dtype} of shape {array.shape}, not {np.dtype(dtype)} of {shape}"
-        )
-    return np.asarray(array)
-
-
-def check_file(file: Path, info: FileInfo, *, digest: bool = True) -> None:
-    """Compare a file with its size, and with its checksum."""
-    size = file.stat().st_size
-    if size != info.bytes:
-        raise DamagedGalleryError(file, f"it has {size} bytes, not {info.bytes}")
-    if digest and read_digest(file) != info:
-        raise DamagedGalleryError(file, "its checksum differs from the manifest")
-
-
-def check_segment(folder: Path, info: SegmentInfo) -> None:
-    """Compare all files of a segment with their checksums."""
-    for kind, file in info.paths(folder).items():
-        check_file(file, info.files[kind])
-
-
-@dataclass(frozen=True)
-class Segment:
-    """An open segment: nothing of it is read before it is needed."""
-
-    part: Part  # all vectors
-    ids: IntArray
-    rows: Any
-    index: indexes.Index | None
-
-    @classmethod
-    def open(cls, folder: Path, manifest: Manifest, info: SegmentInfo, start: int) -> Segment:
-        """Open every file of a segment; raises FileNotFoundError for a missing one."""
-        files = info.paths(folder)
-        for kind, about in info.files.items():
-            # The ids are few bytes, on which everything else depends.
-            check_file(files[kind], about, digest=kind == "ids")
-        table = rows.read(files["rows"])
-        if len(table) != info.rows:
-            raise DamagedGalleryError(files["rows"], f"it has {len(table)} rows, not {info.rows}")
-        for name in ("path", "label"):
-            kind = rows.column_type(table, name)
-            if kind is None or not rows.arrow().types.is_large_binary(kind):
-                raise DamagedGalleryError(files["rows"], f"its column {name} is {kind}")
-        squares = None
-        if "squares" in files:
-            squares = _open_array(files["squares"], (info.rows,), np.float32)
-        vectors = _open_array(files["vectors"], (info.rows, manifest.dim), np.float32)
-        return cls(
-            Part(vectors, squares, start),
-            _open_array(files["ids"], (info.rows,), np.int64),
-            table,
-            indexes.Index(files["index"], info.index, info.effort) if info.index else None,
-        )
 
 
 class Snapshot:
@@ -228,7 +50,7 @@ class Snapshot:
         if manifest.deleted:
             file = folder / manifest.deleted.name
             check_file(file, manifest.deleted.file)  # else removed images could come back
-            self.deleted = _open_array(file, (manifest.deleted.count,), np.int64).copy()
+            self.deleted = open_array(file, (manifest.deleted.count,), np.int64).copy()
         ids = self._ids[:-1]  # their order is relied upon
         if (np.diff(ids, prepend=-1, append=manifest.next_id) <= 0).any():
             raise DamagedGalleryError(folder, "ids are not in rising order")
@@ -236,7 +58,7 @@ class Snapshot:
             [segment.part.vectors for segment in self.segments],
             self.starts,
             manifest.similarity,
-            _above(max([info.longest for info in infos], default=0.0)),
+            above(max([info.longest for info in infos], default=0.0)),
         )
 
     @classmethod

@@ -34,7 +34,7 @@ from proximetry.models import Embedder
 from proximetry.search import indexes, rows
 from proximetry.search.exact import FloatArray, take
 from proximetry.search.manifest import STAGING, Manifest, Report, SegmentInfo, read_digest
-from proximetry.search.snapshot import no_progress, prepare_vectors, write_segment
+from proximetry.search.segments import no_progress, prepare_vectors, write_segment
 
 Images = Catalog | Sequence[str | os.PathLike[str]] | Any
 """A catalog, image files, or a table of `rows.table`."""
