@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as arrow  # type: ignore[import-untyped]
 import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
-from proximetry.data import Catalog, ClassBalanced, Shuffled
+from proximetry.data import Catalog, ClassBalancedSampler, ShuffledSampler
 
 T = TypeVar("T")
 CHUNK = 500_000
@@ -70,10 +70,10 @@ def main() -> None:
     codes = measure("codes", lambda: catalog.codes)
     train = measure("training rows", lambda: catalog.filter(split="train"))
     measure("their codes", lambda: train.codes)
-    balanced = measure("class-balanced sampler", lambda: ClassBalanced(train.codes, 45, 4))
+    balanced = measure("class-balanced sampler", lambda: ClassBalancedSampler(train.codes, 45, 4))
     measure("its first batch", lambda: balanced.batch(0, 0))
     measure("the next", lambda: balanced.batch(0, 1))
-    shuffled = measure("shuffling sampler", lambda: Shuffled(len(train), 180))
+    shuffled = measure("shuffling sampler", lambda: ShuffledSampler(len(train), 180))
     measure("its first batch", lambda: shuffled.batch(0, 0))
     assert len(codes) == options.rows
 

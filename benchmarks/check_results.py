@@ -201,7 +201,7 @@ def trains_alike(best: Recipe, tried: Recipe, untried: tuple[str, ...] = ()) -> 
     found, expected = (
         {
             key: value
-            for key, value in recipe.essence().items()
+            for key, value in recipe.computation_keys().items()
             if key not in apart and not key.startswith("evaluation.")
         }
         for recipe in (keep_choices(best, tried), longer)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFont
 
-from proximetry.data.datasets.glyphs import FACES, face_characters, load_face
+from proximetry.data.datasets.glyphs import FONTS, font_characters, load_font
 
 LIMIT = 0.75
 CASE_LIMIT = 0.55
@@ -26,11 +26,11 @@ MIN_FACES = 12
 
 
 def candidates() -> list[str]:
-    drawn = [face_characters(face) for face in FACES]
+    drawn = [font_characters(face) for face in FONTS]
     every = sorted(set().union(*drawn))
     usable = [c for c in every if _usable(c) and sum(c in d for d in drawn) >= MIN_FACES]
-    for face, known in zip(FACES, drawn, strict=True):
-        font = load_face(face, 64)
+    for face, known in zip(FONTS, drawn, strict=True):
+        font = load_font(face, 64)
         usable = [c for c in usable if c not in known or font.getmask(c).getbbox()]
     # A stable sort: characters that are not composed of others come first.
     return sorted(usable, key=lambda c: bool(unicodedata.decomposition(c)))
@@ -47,9 +47,9 @@ def likeness(characters: list[str]) -> npt.NDArray[np.floating]:
     """Mean over the faces of shared ink / ink of either, for every pair."""
     total = np.zeros((len(characters), len(characters)), dtype=np.float32)
     faces = np.zeros_like(total)
-    for face in FACES:
-        known = face_characters(face)
-        font = load_face(face, 64)
+    for face in FONTS:
+        known = font_characters(face)
+        font = load_font(face, 64)
         shapes = np.zeros((len(characters), SIDE * SIDE), dtype=np.float32)
         have = np.array([c in known for c in characters])
         for i in np.flatnonzero(have):

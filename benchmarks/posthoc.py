@@ -30,11 +30,11 @@ from proximetry._util.tensors import chunks
 from proximetry.data import PixelCache, open_dataset
 from proximetry.data.resample import Rows, Windows, resample
 from proximetry.metrics import Metrics, evaluate
-from proximetry.models import Embedder, evaluating
+from proximetry.models import Embedder, evaluation_mode
 from proximetry.models.embedder import extract_features
 from proximetry.models.pca import principal_axes, second_moments
 from proximetry.recipe.schema import Recipe
-from proximetry.training.sources.base import divide
+from proximetry.training.sources.base import split_rows
 from proximetry.training.step import autocast
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -54,7 +54,7 @@ class Images:
 
     def __init__(self, root: str, short_side: int, recipe: Recipe) -> None:
         catalog = open_dataset(recipe.data.dataset, root)
-        self._rows = divide(catalog, recipe).rows
+        self._rows = split_rows(catalog, recipe).rows
         self._pixels = PixelCache.build(catalog, short_side).to(DEVICE)
         self._labels = np.asarray(catalog.labels)
 
@@ -76,7 +76,7 @@ class Images:
     def features(self, embedder: Embedder, split: str, view: View, *, flip: bool = False) -> Tensor:
         """Pooled features of a view of a split, or of its flip."""
         rows = self._rows[split]
-        with evaluating(embedder), autocast(PRECISION, DEVICE):
+        with evaluation_mode(embedder), autocast(PRECISION, DEVICE):
             return torch.cat(
                 [
                     extract_features(embedder, self._view(rows[part], view, flip)).float()

@@ -91,7 +91,7 @@ def _alike(
 
 
 def _recipe(record: Record) -> dict[str, Any]:
-    return {**Recipe.load(record.recipe).portable(), "device": record.device}
+    return {**Recipe.load(record.recipe).keys_without_roles(), "device": record.device}
 
 
 # How test images are seen, which training does not depend on.

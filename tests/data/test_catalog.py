@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from proximetry.data import Catalog, ClassBalanced
+from proximetry.data import Catalog, ClassBalancedSampler
 from proximetry.data.tables import Column, encode, pack
 
 CHARACTERS = st.characters(blacklist_categories=("Cs",), blacklist_characters="\0")
@@ -505,7 +505,7 @@ def test_rows_take_little_more_memory_than_their_bytes(tmp_path):
     try:
         catalog = Catalog.from_parquet(tmp_path / "table.parquet", check_files=False)
         held, most = tracemalloc.get_traced_memory()
-        sampler = ClassBalanced(catalog.filter(split="train").codes, 45, 4)
+        sampler = ClassBalancedSampler(catalog.filter(split="train").codes, 45, 4)
         sampler.batch(3, 7)
         with_sampler = tracemalloc.get_traced_memory()[1]
     finally:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.choose_characters import LIMIT, MIN_FACES, candidates, choose, likeness
 from proximetry.data import glyphs, open_image
-from proximetry.data.datasets.glyphs import FACES, characters, face_characters, script
+from proximetry.data.datasets.glyphs import FONTS, characters, font_characters, script
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,8 @@ def test_a_thousand_characters_of_several_scripts():
     scripts = Counter(map(script, chosen))
     for name in ("latin", "greek", "cyrillic", "armenian", "georgian", "number", "sign"):
         assert scripts[name] >= 10
-    assert len(FACES) >= 12
-    drawn = Counter(c for face in FACES for c in face_characters(face))
+    assert len(FONTS) >= 12
+    drawn = Counter(c for face in FONTS for c in font_characters(face))
     assert min(drawn[c] for c in chosen) >= MIN_FACES
     for alike in (
         "AΑА",
@@ -68,7 +68,7 @@ def test_catalog(catalog):
     assert set(catalog.class_names) == set(characters())
     sizes = Counter(catalog.labels)
     assert min(sizes.values()) >= 12
-    assert max(sizes.values()) == len(FACES)
+    assert max(sizes.values()) == len(FONTS)
     train, test = (catalog.filter(split=s) for s in ("train", "test"))
     assert len(train.class_names) == len(test.class_names) == 500
     assert "share no class" in catalog.describe()

@@ -227,7 +227,7 @@ def test_special_files_are_never_opened(tmp_path, monkeypatch):
         for read in (open_image, image_size):
             with pytest.raises(ImageError, match=f"cannot be opened: .*{kind}, not a") as caught:
                 read(f"{kind}.png")
-            assert caught.value.passing
+            assert caught.value.transient
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="Pillow without AVIF")
@@ -245,7 +245,7 @@ def test_whatever_a_parser_raises_is_a_damaged_image():
             raised.add(type(error))
             with pytest.raises(ImageError) as caught:
                 open_image(bytes(damaged))
-            assert not caught.value.passing
+            assert not caught.value.transient
     assert RuntimeError in raised
 
 
@@ -268,8 +268,8 @@ def test_what_the_system_says_is_not_about_the_image(monkeypatch, error, passing
     monkeypatch.setattr(place, fail)
     with pytest.raises(ImageError, match="cannot be read" if passing else "damaged") as caught:
         open_image(data)
-    assert caught.value.passing == passing
-    assert pickle.loads(pickle.dumps(caught.value)).passing == passing
+    assert caught.value.transient == passing
+    assert pickle.loads(pickle.dumps(caught.value)).transient == passing
 
 
 def png_header(width, height):

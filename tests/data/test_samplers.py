@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from proximetry.data import ClassBalanced, Shuffled, Streamed
+from proximetry.data import ClassBalancedSampler, ShuffledSampler, StreamedSampler
 
 
 @st.composite
@@ -36,9 +36,9 @@ def several(sampler, epochs=4):
 def test_shuffled_takes_every_image_once_per_epoch(n, batch_size, drop_last, seed):
     if drop_last and n < batch_size:
         with pytest.raises(ValueError, match="do not fill one batch"):
-            Shuffled(n, batch_size, drop_last=drop_last, seed=seed)
+            ShuffledSampler(n, batch_size, drop_last=drop_last, seed=seed)
         return
-    sampler = Shuffled(n, batch_size, drop_last=drop_last, seed=seed)
+    sampler = ShuffledSampler(n, batch_size, drop_last=drop_last, seed=seed)
     for epoch in range(2):
         sampler.set_epoch(epoch)
         batches = list(sampler)
@@ -61,7 +61,7 @@ def test_streamed_takes_every_image_once_from_few_places_at_a_time(
     n, batch_size, buffer, run, seed, data
 ):
     def make():
-        return Streamed(n, batch_size, buffer=buffer, run=run, drop_last=False, seed=seed)
+        return StreamedSampler(n, batch_size, buffer=buffer, run=run, drop_last=False, seed=seed)
 
     sampler = make()
     epochs = [[sampler.batch(epoch, k) for k in range(len(sampler))] for epoch in (0, 1)]
@@ -77,19 +77,19 @@ def test_streamed_takes_every_image_once_from_few_places_at_a_time(
 
 
 def test_streamed_finds_a_batch_of_ten_million_images_at_once():
-    sampler = Streamed(10_000_000, 256, seed=3)
+    sampler = StreamedSampler(10_000_000, 256, seed=3)
     first, last = sampler.batch(0, 0), sampler.batch(7, len(sampler) - 1)
     assert len({*first.tolist(), *last.tolist()}) > 500
     assert 50 < len(np.unique(first // 64)) <= 256  # many places are mixed
     assert (sampler.batch(0, 0) == first).all()
     assert (sampler.batch(1, 0) != first).any()
     with pytest.raises(ValueError, match="buffer and run must be positive, got 0 and 64"):
-        Streamed(10, 2, buffer=0)
+        StreamedSampler(10, 2, buffer=0)
 
 
 @given(options=balanced())
 def test_balanced_batches_have_distinct_classes_and_m_images(options):
-    sampler = ClassBalanced(**options)
+    sampler = ClassBalancedSampler(**options)
     codes, m = options["codes"], options["images_per_class"]
     sizes = Counter(codes.tolist())
     for batch in several(sampler):
@@ -102,7 +102,7 @@ def test_balanced_batches_have_distinct_classes_and_m_images(options):
 
 @given(options=balanced())
 def test_every_class_and_image_is_used_before_any_repeats(options):
-    sampler = ClassBalanced(**options)
+    sampler = ClassBalancedSampler(**options)
     codes = options["codes"]
     drawn = np.concatenate(several(sampler, 6))
     starts = drawn[:: options["images_per_class"]]
@@ -122,8 +122,8 @@ def test_every_class_and_image_is_used_before_any_repeats(options):
 def test_any_batch_can_be_had_in_any_order(options, data, kind):
     def make():
         if kind == "balanced":
-            return ClassBalanced(**options)
-        return Shuffled(len(options["codes"]), 3, drop_last=False, seed=options["seed"])
+            return ClassBalancedSampler(**options)
+        return ShuffledSampler(len(options["codes"]), 3, drop_last=False, seed=options["seed"])
 
     expected = [batch.tolist() for batch in several(make(), 6)]
     sampler = make()
@@ -135,18 +135,22 @@ def test_any_batch_can_be_had_in_any_order(options, data, kind):
 
 def test_batches_of_a_seed_do_not_change():
     # Fixed here, so that results can be repeated with later versions.
-    sampler = ClassBalanced(np.arange(23) % 5, 3, 2, seed=7)
+    sampler = ClassBalancedSampler(np.arange(23) % 5, 3, 2, seed=7)
     assert [sampler.batch(e, n).tolist() for e, n in [(0, 0), (2, 1), (11, 2)]] == [
         [3, 13, 0, 10, 17, 7],
         [7, 17, 6, 11, 8, 18],
         [7, 17, 8, 3, 6, 16],
     ]
-    assert Shuffled(17, 5, seed=3).batch(4, 2).tolist() == [15, 4, 0, 1, 16]
-    orders = {tuple(Shuffled(40, 40, seed=s).batch(e, 0).tolist()) for s in (1, 2) for e in (0, 1)}
+    assert ShuffledSampler(17, 5, seed=3).batch(4, 2).tolist() == [15, 4, 0, 1, 16]
+    orders = {
+        tuple(ShuffledSampler(40, 40, seed=s).batch(e, 0).tolist()) for s in (1, 2) for e in (0, 1)
+    }
     assert len(orders) == 4
 
 
-@pytest.mark.parametrize("sampler", [ClassBalanced(np.arange(30) % 5, 3, 2), Shuffled(30, 7)])
+@pytest.mark.parametrize(
+    "sampler", [ClassBalancedSampler(np.arange(30) % 5, 3, 2), ShuffledSampler(30, 7)]
+)
 def test_works_as_a_batch_sampler_of_a_loader(sampler):
     loader = DataLoader(list(range(30)), batch_sampler=sampler)
     assert len(loader) == len(sampler)
@@ -160,15 +164,15 @@ def test_works_as_a_batch_sampler_of_a_loader(sampler):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Shuffled(0, 1), "must be positive, got 0 and 1"),
-        (lambda: Shuffled(5, 0), "must be positive"),
-        (lambda: Shuffled(5, 6), "5 images do not fill one batch of 6"),
-        (lambda: Shuffled(9, 2, seed=-1), "seed must not be negative"),
-        (lambda: ClassBalanced([0, 1], 3, 1), "3 classes needs as many, there are 2"),
-        (lambda: ClassBalanced([0, 1], 0, 1), "must be positive, got 0 and 1"),
-        (lambda: ClassBalanced([0, 1], 2, 0), "must be positive, got 2 and 0"),
-        (lambda: ClassBalanced([], 1, 1), "whole numbers"),
-        (lambda: ClassBalanced([0.5, 1], 1, 1), "whole numbers, got float64"),
+        (lambda: ShuffledSampler(0, 1), "must be positive, got 0 and 1"),
+        (lambda: ShuffledSampler(5, 0), "must be positive"),
+        (lambda: ShuffledSampler(5, 6), "5 images do not fill one batch of 6"),
+        (lambda: ShuffledSampler(9, 2, seed=-1), "seed must not be negative"),
+        (lambda: ClassBalancedSampler([0, 1], 3, 1), "3 classes needs as many, there are 2"),
+        (lambda: ClassBalancedSampler([0, 1], 0, 1), "must be positive, got 0 and 1"),
+        (lambda: ClassBalancedSampler([0, 1], 2, 0), "must be positive, got 2 and 0"),
+        (lambda: ClassBalancedSampler([], 1, 1), "whole numbers"),
+        (lambda: ClassBalancedSampler([0.5, 1], 1, 1), "whole numbers, got float64"),
     ],
 )
 def test_errors(make, message):
@@ -191,7 +195,7 @@ def dealt(items, count, seed, turns):
 
 @given(options=balanced())
 def test_batches_are_those_of_rounds_and_decks_written_out(options):
-    sampler = ClassBalanced(**options)
+    sampler = ClassBalancedSampler(**options)
     codes, c, m, seed = options.values()
     labels = sorted(set(codes.tolist()))
     batches = 3 * len(sampler)
@@ -210,6 +214,6 @@ def test_batches_are_those_of_rounds_and_decks_written_out(options):
 
 def test_decks_that_were_put_away_are_dealt_as_before(monkeypatch):
     codes = np.arange(400) % 40
-    expected = np.stack(several(ClassBalanced(codes, 8, 3), 9))
+    expected = np.stack(several(ClassBalancedSampler(codes, 8, 3), 9))
     monkeypatch.setattr("proximetry.data.samplers._MOST_DECKS", 5)
-    assert (np.stack(several(ClassBalanced(codes, 8, 3), 9)) == expected).all()
+    assert (np.stack(several(ClassBalancedSampler(codes, 8, 3), 9)) == expected).all()

@@ -16,7 +16,7 @@ from PIL import Image
 from proximetry import cli
 from proximetry.data import Catalog
 from proximetry.faces import Alignment, Detector, Faces, align_folder, similarity, template, warp
-from proximetry.faces.align import COLUMNS, ambiguous, choose, output_name
+from proximetry.faces.align import COLUMNS, ambiguous_paths, choose, output_name
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -194,14 +194,14 @@ def test_output_names_are_unique(paths, every):
     paths = sorted(
         {f"a/{path}" for path in paths} | {path.replace(".png", ".jpg") for path in paths}
     )
-    whole = ambiguous(paths, "all" if every else "largest")
+    whole = ambiguous_paths(paths, "all" if every else "largest")
     outputs = [output_name(path, rank, whole) for path in paths for rank in range(1 + every)]
     assert len(set(outputs)) == len(outputs)
 
 
 def test_images_that_differ_in_extension_keep_it():
     paths = ["a.jpg", "a.png", "b.jpg", "b.jpg.png"]
-    outputs = [output_name(path, 0, ambiguous(paths, "largest")) for path in paths]
+    outputs = [output_name(path, 0, ambiguous_paths(paths, "largest")) for path in paths]
     assert outputs == ["a.jpg.png", "a.png.png", "b.png", "b.jpg.png.png"]
 
 

@@ -105,7 +105,7 @@ def test_constructor_rejects_invalid_arguments(call, error, message):
 def test_settings_are_checked_on_assignment_too(name):
     loss = make(name)
     for key, declared in loss.settings().items():
-        if declared.fixed:
+        if declared.is_constant:
             with pytest.raises(AttributeError, match=f"{key} cannot be changed"):
                 setattr(loss, key, declared.default)
             continue

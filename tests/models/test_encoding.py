@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import v2 as T
 
-from proximetry.models import Embedder, evaluating, freeze_batchnorm
-from proximetry.models.embedder import _zoomed, extract_features
+from proximetry.models import Embedder, evaluation_mode, freeze_batchnorm
+from proximetry.models.embedder import _center_zoom, extract_features
 
 
 @pytest.fixture(scope="module")
@@ -145,11 +145,13 @@ def test_tta_averages_features_in_evaluation(embedder, flip, margins):
 def test_zoomed_crop_is_centered(sides, share):
     torch.manual_seed(0)
     pixels = torch.randn(2, 3, *sides)
-    found = _zoomed(pixels, share)
+    found = _center_zoom(pixels, share)
     assert found.shape == pixels.shape
     for side in (2, 3):
-        torch.testing.assert_close(_zoomed(pixels.flip(side), share), found.flip(side))
-    torch.testing.assert_close(_zoomed(torch.ones(1, 3, *sides), share), torch.ones(1, 3, *sides))
+        torch.testing.assert_close(_center_zoom(pixels.flip(side), share), found.flip(side))
+    torch.testing.assert_close(
+        _center_zoom(torch.ones(1, 3, *sides), share), torch.ones(1, 3, *sides)
+    )
 
 
 def test_encode_in_threads_restores_modes_and_statistics():
@@ -187,7 +189,7 @@ def test_evaluating_nested_and_overlapping(data):
             inside.pop(data.draw(st.integers(0, len(inside) - 1)))[1].__exit__(None, None, None)
         else:
             network = data.draw(st.sampled_from(networks))
-            inside.append((network, evaluating(network)))
+            inside.append((network, evaluation_mode(network)))
             inside[-1][1].__enter__()
         assert not any(part.training for network, _ in inside for part in network.modules())
     for _, context in inside:

@@ -15,7 +15,7 @@ from proximetry.data import Catalog
 from proximetry.metrics import Evaluation, RetrievalResult, separability
 from proximetry.models import Embedder
 from proximetry.reports import RunRecord, evaluate_run
-from proximetry.reports.run_evaluation import MAPPED
+from proximetry.reports.run_evaluation import MAX_MAP_IMAGES
 from proximetry.reports.run_proxies import measure_use, read_proxies
 from proximetry.reports.sections import classes_section, confused_pairs
 
@@ -200,10 +200,10 @@ def test_page_of_many_classes_lists_all_and_stays_small(found):
     assert result.unreadable
     assert "not readable" in content
     sample = result.sample()
-    assert len(sample) == len(set(sample.tolist())) == MAPPED
+    assert len(sample) == len(set(sample.tolist())) == MAX_MAP_IMAGES
     assert np.array_equal(sample, result.sample())
     assert (np.bincount(catalog.codes[sample]) == 1).sum() <= 1  # whole classes, but the last
     labels = tuple(f"class {row % 5}" for row in range(3000))
     few = Catalog(tuple(f"{row}.png" for row in range(3000)), labels, ("all",) * 3000)
     sample = replace(found[0], catalog=few).sample()
-    assert np.bincount(few.codes[sample]).tolist() == [MAPPED // 5] * 5
+    assert np.bincount(few.codes[sample]).tolist() == [MAX_MAP_IMAGES // 5] * 5

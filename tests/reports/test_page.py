@@ -14,7 +14,7 @@ from proximetry import cli
 from proximetry.cli.demo import make_gallery
 from proximetry.data import open_dataset
 from proximetry.reports import RunRecord, evaluate_run, report, report_page, write_report
-from proximetry.reports.html import Section
+from proximetry.reports.html import ReportSection
 from proximetry.reports.html import page as make_page
 from proximetry.search import Gallery
 from proximetry.training import Recipe, RunFolder, train
@@ -66,7 +66,7 @@ def test_pages_are_self_contained_and_escape_hostile_names(page, comparison):
 
 @pytest.mark.parametrize("value", ['"><script>', "a & b <i>", "caf\udce9", "bell\x07", "&lt;"])
 def test_templates_escape_hostile_text(value):
-    sections = [Section("Queries", escape(value))]
+    sections = [ReportSection("Queries", escape(value))]
     page = Page(make_page(value, sections, heading=value, about=value, notes=[value]))
     assert_alone(page)
     shown = value.replace("\udce9", "?").replace("\x07", "�")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from proximetry.reproduce.records import Record, Results
-from proximetry.reproduce.statistics import Sample, compare_claim, noise, sample
+from proximetry.reproduce.statistics import Sample, ci_half_width, compare_claim, sample
 from proximetry.reproduce.table import Claim
 from tests.reproduce.small import make_table
 
@@ -71,7 +71,7 @@ def test_welch_verdict_equals_scipy(values):
     assume(a.std > 0 and b.std > 0)
     test = stats.ttest_ind(a.values, b.values, equal_var=False)
     low, high = test.confidence_interval(0.95)
-    assert noise(a, b) == pytest.approx((high - low) / 2, rel=1e-6)
+    assert ci_half_width(a, b) == pytest.approx((high - low) / 2, rel=1e-6)
     assume(abs(test.pvalue - 0.05) > 1e-6)
     records = [
         record(row, seed, value / 100)
@@ -83,10 +83,12 @@ def test_welch_verdict_equals_scipy(values):
 
 
 def test_noise_of_single_values_and_without_spread():
-    assert noise(Sample((1.0,)), Sample((2.0,))) is None
-    assert noise(Sample((1.0, 1.0)), Sample((2.0, 2.0))) is None
-    assert noise(Sample((1.0, 1.0)), Sample((2.0, 4.0))) == pytest.approx(12.706, abs=1e-3)
-    assert noise(Sample((0.0, 2.0)), Sample((5.0, 7.0))) == pytest.approx(4.303 * 2**0.5, rel=1e-4)
+    assert ci_half_width(Sample((1.0,)), Sample((2.0,))) is None
+    assert ci_half_width(Sample((1.0, 1.0)), Sample((2.0, 2.0))) is None
+    assert ci_half_width(Sample((1.0, 1.0)), Sample((2.0, 4.0))) == pytest.approx(12.706, abs=1e-3)
+    assert ci_half_width(Sample((0.0, 2.0)), Sample((5.0, 7.0))) == pytest.approx(
+        4.303 * 2**0.5, rel=1e-4
+    )
 
 
 def test_claim_is_compared_over_common_seeds():

@@ -95,7 +95,7 @@ def interrupt(change, before, home):
             assert state(folder) == states[0]
         # The next change removes the files of the killed process.
         Gallery.open(folder).remove([])
-        named = {info.name for info in Gallery.open(folder)._now.manifest.segments}
+        named = {info.name for info in Gallery.open(folder)._version.manifest.segments}
         assert {path.name for path in (folder / "segments").iterdir()} == named
         assert not list(folder.glob(".*"))
 
@@ -240,7 +240,7 @@ def resume_build(home):
 def main(home):
     torch.set_num_threads(1)
     os.fsync = lambda handle: None  # which takes time, and matters where the power fails
-    gallery.MERGED = 1000
+    gallery.MAX_MERGE_ROWS = 1000
     manifest.GRACE = 0  # so that the next change removes replaced segments
     staging.CHUNK = 4
     resumed = resume_build(home / "resumed")

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from proximetry._util.errors import UsageError
-from proximetry._util.files import CHECKSUM, sealed_json
+from proximetry._util.files import CHECKSUM, json_with_checksum
 from proximetry.data import Catalog, open_image
 from proximetry.metrics import expand_queries, k_reciprocal_distances, retrieve
 from proximetry.metrics._search.embeddings import normalize
@@ -135,7 +135,9 @@ def test_numeric_columns_and_missing_values(embedder, tmp_path):
 
 
 def test_column_type_may_widen(embedder, tmp_path, monkeypatch):
-    monkeypatch.setattr(gallery_module, "MERGED", 0)  # segments keep the types they came with
+    monkeypatch.setattr(
+        gallery_module, "MAX_MERGE_ROWS", 0
+    )  # segments keep the types they came with
 
     def table(first, **columns):
         return rows.table({"path": names(first, 2), **columns})
@@ -183,8 +185,8 @@ def test_changes_keep_ids_and_search_equals_retrieve(gallery):
         assert gallery.rows([61 + 1])["path"] == names(62, 1)
         gallery.verify()
         gallery.compact()
-    assert len(gallery._now.segments) == 1
-    assert not len(gallery._now.deleted)
+    assert len(gallery._version.segments) == 1
+    assert not len(gallery._version.deleted)
     again = Gallery.open(gallery.path)
     assert np.array_equal(again.search(everything[:9], 6).ids, found.ids)
 
@@ -294,13 +296,13 @@ def test_damaged_manifest_is_rejected(gallery):
             Gallery.open(gallery.path)
     other = json.loads(content)
     del other[CHECKSUM]
-    file.write_bytes(sealed_json({**other, "version": 2}))
+    file.write_bytes(json_with_checksum({**other, "version": 2}))
     with pytest.raises(ValueError, match="format version 2"):
         Gallery.open(gallery.path)
 
 
 def test_manifest_rejects_path_traversal_and_repeated_segments(gallery):
-    current = gallery._now.manifest
+    current = gallery._version.manifest
     (info,) = current.segments
     renamed = [dataclasses.replace(info, name=name) for name in ("../../etc", "", "A" * 32)]
     for segments in (*((one,) for one in renamed), (info, info)):
@@ -312,7 +314,7 @@ def test_manifest_rejects_path_traversal_and_repeated_segments(gallery):
 
 def test_truncated_and_missing_files_are_detected(gallery):
     gallery.remove([3])
-    home = gallery.path / "segments" / gallery._now.manifest.segments[0].name
+    home = gallery.path / "segments" / gallery._version.manifest.segments[0].name
     for file in (*home.iterdir(), *gallery.path.glob("deleted-*.npy")):
         content = file.read_bytes()
         for broken in (content[:-1], content + b"\0", b""):
@@ -334,7 +336,7 @@ def test_bit_flips_never_reach_a_new_gallery(tmp_path, similarity):
     built.remove([3, 7])
     queries = make_vectors(2, seed=1)
     expected = built.search(queries, 60).ids
-    home = built.path / "segments" / built._now.manifest.segments[0].name
+    home = built.path / "segments" / built._version.manifest.segments[0].name
     sealed = (built.path / "gallery.json").read_bytes()
     draw = np.random.default_rng(0)
 
@@ -386,7 +388,7 @@ def test_replaced_segments_stay_for_a_grace_period(gallery, monkeypatch):
     assert len(list((gallery.path / "segments").iterdir())) == 2
     monkeypatch.setattr(manifest, "GRACE", 0)
     gallery.remove([2])
-    named = [info.name for info in gallery._now.manifest.segments]
+    named = [info.name for info in gallery._version.manifest.segments]
     assert [path.name for path in (gallery.path / "segments").iterdir()] == named
     Gallery.open(gallery.path).verify()
 
@@ -493,14 +495,14 @@ def test_lock_timeout_names_the_writer(gallery, monkeypatch):
 
 
 def test_adding_rewrites_only_small_segments(gallery, monkeypatch):
-    monkeypatch.setattr(gallery_module, "MERGED", 40)
-    first = gallery._now.manifest.segments[0]
+    monkeypatch.setattr(gallery_module, "MAX_MERGE_ROWS", 40)
+    first = gallery._version.manifest.segments[0]
     file = gallery.path / "segments" / first.name / "vectors.npy"
     before = os.stat(file)
     for turn in range(12):
         gallery.add(make_table(60 + 5 * turn, 5), vectors=make_vectors(5, seed=turn))
         assert os.stat(file).st_ino == before.st_ino
-    sizes = [info.rows for info in gallery._now.manifest.segments]
+    sizes = [info.rows for info in gallery._version.manifest.segments]
     assert sizes[0] == 60
     assert sum(sizes) == 120
     assert len(sizes) <= 5
@@ -546,7 +548,7 @@ def test_index_candidates_are_rescored_exactly(embedder, tmp_path, indexed, kind
     assert np.array_equal(some.ids, allowed[exact.ids])
     found.verify()
     found.compact()
-    assert [info.rows for info in found._now.manifest.segments] == [len(found)]
+    assert [info.rows for info in found._version.manifest.segments] == [len(found)]
     assert np.mean(found.search(queries, 1).ids[:, 0] == ids) > 0.9
 
 
@@ -625,7 +627,7 @@ def test_duplicates_with_an_index_are_complete(
     embedder, tmp_path, indexed, monkeypatch, kind, compared
 ):
     monkeypatch.setattr(duplicates, "COMPARED", compared)
-    monkeypatch.setattr(snapshot, "SHORTEST", 1)
+    monkeypatch.setattr(snapshot, "MIN_LIST_SHARE", 1)
     vectors = make_vectors(1500)
     vectors[300:310] = vectors[:10]
     vectors[400:701] = vectors[400]  # more copies than are searched first

@@ -250,7 +250,7 @@ def test_interrupted_build_resumes(embedder, images, address, monkeypatch):
     built = Gallery.build(embedder, catalog, address)
     assert len(built) == 48
     assert not (parsed.folder / "staging").exists()
-    assert parsed.building not in built._now.client.list_collections()
+    assert parsed.temporary_name not in built._version.client.list_collections()
 
 
 def stop(*args, **options):
@@ -305,14 +305,14 @@ def test_errors_of_milvus_name_the_address(embedder, file, address, monkeypatch)
         Gallery.build(embedder, make_table(0, 3), f"{address}2", "BFlat")
     with pytest.raises(UsageError, match="no gallery"):
         Gallery.open(f"{address}2")
-    client, name = built._now.client, f"{built._now.name}_theirs"
+    client, name = built._version.client, f"{built._version.name}_theirs"
     client.create_collection(name, dimension=4)
     with pytest.raises(UsageError, match="not a gallery"):
         Gallery.open(f"milvus:{file}/{name}")
-    client.alter_collection_properties(built._now.name, {"proximetry": '{"version": 7}'})
+    client.alter_collection_properties(built._version.name, {"proximetry": '{"version": 7}'})
     with pytest.raises(ValueError, match="format version 7"):
         built.refresh()
-    client.drop_collection(built._now.name)
+    client.drop_collection(built._version.name)
     with pytest.raises(ValueError, match="does not exist"):
         built.search(make_vectors(1))
 

@@ -12,7 +12,7 @@ from proximetry.data import Catalog
 from proximetry.models import Embedder
 from proximetry.training import RunError, train
 from proximetry.training.reporting import PlainDisplay
-from proximetry.training.sources.base import divide
+from proximetry.training.sources.base import split_rows
 from tests.training.tiny import make_recipe
 
 SIDE = 12
@@ -149,7 +149,7 @@ def divided(images, fraction=0.2):
         splits=("all",) * len(labels),
     )
     recipe = make_recipe(".", ".", data={"batch_size": 2}, evaluation={"held_out": fraction})
-    found = divide(catalog, recipe)
+    found = split_rows(catalog, recipe)
     names = {key: {labels[row] for row in found.rows[key]} for key in ("train", "held_out")}
     assert not names["train"] & names["held_out"]
     assert len(names["train"] | names["held_out"]) == len(images)

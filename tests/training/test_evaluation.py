@@ -24,7 +24,7 @@ from proximetry.training import (
 from proximetry.training.evaluator import Evaluator, evaluate_embedder
 from proximetry.training.metrics_table import WITH_DISTRACTORS, metrics_table
 from proximetry.training.reporting import describe_epoch
-from proximetry.training.sources.base import divide
+from proximetry.training.sources.base import split_rows
 from tests.training.ranks import RUN, Ranks
 from tests.training.runs import observed
 from tests.training.tiny import make_images, make_recipe, with_
@@ -275,7 +275,7 @@ def test_table_has_a_line_per_eval_dim():
 def with_distractors(folder, recipe, *, skip=1):
     """MAP@R of held-out queries one by one, with every skip-th training image in the gallery."""
     catalog = open_dataset("folder", recipe.data.root)
-    rows = divide(catalog, recipe).rows
+    rows = split_rows(catalog, recipe).rows
     gallery = np.concatenate([rows["held_out"], rows["train"][::skip]])
     vectors = Embedder.load(folder / "embedder").encode([catalog.file(row) for row in gallery], 128)
     labels, found = np.asarray(catalog.labels)[gallery], []

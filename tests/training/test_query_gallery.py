@@ -15,7 +15,11 @@ from proximetry.metrics import Metrics
 from proximetry.models import Embedder
 from proximetry.training import train
 from proximetry.training.evaluator import evaluate_embedder, means, score_queries
-from proximetry.training.query_gallery_split import check_comparison, compared, with_needed_roles
+from proximetry.training.query_gallery_split import (
+    check_comparison,
+    evaluation_arguments,
+    with_needed_roles,
+)
 from tests.metrics import brute
 from tests.metrics.test_evaluation import CUTOFFS, EVERYTHING
 from tests.training.ranks import RUN, Ranks
@@ -80,7 +84,7 @@ def test_scores_and_confusions_equal_brute_force(count, classes, mixture, simila
     scored = score_queries(torch.from_numpy(vectors), catalog, similarity, EVERYTHING)
     document = describe(
         scored,
-        compared(torch.from_numpy(vectors), catalog, similarity),
+        evaluation_arguments(torch.from_numpy(vectors), catalog, similarity),
         per_class=True,
         confusions=100,
     )

@@ -273,7 +273,11 @@ def test_empty_section_is_rejected():
 def test_path_of_weights_is_not_part_of_the_essence(tmp_path):
     places = [tmp_path / "a/w", tmp_path / "b/w", tmp_path / "c"]
     first, moved, other = (Recipe.load("glyphs", {"model.weights": str(p)}) for p in places)
-    assert first.essence() == moved.essence() == first.without_paths().essence()
+    assert (
+        first.computation_keys()
+        == moved.computation_keys()
+        == first.without_paths().computation_keys()
+    )
     folder = RunFolder(tmp_path / "run")
     folder.begin(first, torch.device("cpu"))
     folder.write_results({})
@@ -312,12 +316,12 @@ def test_removed_keys_with_their_old_default_are_ignored():
 def test_portable_excludes_roles():
     one = Recipe.load("glyphs", {"data.root": "/a", "training.checkpoint_steps": 3})
     two = Recipe.load("glyphs", {"data.root": "/b", "name": "other"})
-    assert one.portable() != two.portable()
+    assert one.keys_without_roles() != two.keys_without_roles()
     without = ("metadata", "path", "runtime")
-    assert one.portable(without=without) == two.portable(without=without)
-    assert one.portable(without=without) != two.override({"optimizer.lr": 1.0}).portable(
-        without=without
-    )
+    assert one.keys_without_roles(without=without) == two.keys_without_roles(without=without)
+    assert one.keys_without_roles(without=without) != two.override(
+        {"optimizer.lr": 1.0}
+    ).keys_without_roles(without=without)
 
 
 def test_recipe_package_imports_neither_torch_nor_numpy():

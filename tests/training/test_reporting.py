@@ -130,13 +130,13 @@ def test_plain_display_prints_progress_once_a_minute(capsys, monkeypatch):
 HELD = """
 import sys, time
 from pathlib import Path
-from proximetry.data import cache
-parallel_map = cache.parallel_map
+from proximetry.data import pixel_cache
+parallel_map = pixel_cache.parallel_map
 def hold(*arguments, **options):
     while not Path(sys.argv[3]).exists():
         time.sleep(0.01)
     return parallel_map(*arguments, **options)
-cache.parallel_map = hold
+pixel_cache.parallel_map = hold
 """
 
 

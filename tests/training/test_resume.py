@@ -15,13 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 
 from proximetry._util.files import (
-    SEAL,
+    CHECKSUM_PLACEHOLDER,
     WriteError,
     atomic_path,
     atomic_write,
-    is_sealed,
-    sealed,
-    written_for,
+    final_name,
+    has_valid_checksum,
+    with_checksum,
 )
 from proximetry.data import PixelCache, open_dataset
 from proximetry.training import Callback, RunError, RunFolder, checkpoint, loop, train
@@ -188,8 +188,8 @@ def forge(path, change):
     """Write a checkpoint with something else in its header, and with the right checksum."""
     header = json.loads(safe_open(path, "pt").metadata()["proximetry"])
     change(header)
-    header["checksum"] = SEAL
-    path.write_bytes(sealed(save(load_file(path), {"proximetry": json.dumps(header)})))
+    header["checksum"] = CHECKSUM_PLACEHOLDER
+    path.write_bytes(with_checksum(save(load_file(path), {"proximetry": json.dumps(header)})))
 
 
 FORGED = {
@@ -321,7 +321,7 @@ def test_processes_killed_at_random_moments_end_with_the_same_run(server, recipe
         assert_same_run(tmp_path / f"whole-{name}", out)
         epochs = [line["epoch"] for line in RunFolder(out).history()]
         assert epochs == sorted(set(epochs))
-        assert not [path for path in out.rglob(".*") if written_for(path)]
+        assert not [path for path in out.rglob(".*") if final_name(path)]
 
 
 def test_callback_may_train_another_run(recipe, tmp_path):
@@ -395,7 +395,7 @@ def test_write_errors_name_the_file(recipe, run, images, tmp_path):
         run.log({"epoch": 9, "loss": 1.0, "lr": 2.0})
     with largest_file(20_000), pytest.raises(WriteError, match=rf"last.safetensors {too_large}"):
         train(recipe, run.path)
-    assert not [path for path in tmp_path.rglob(".*") if written_for(path)]
+    assert not [path for path in tmp_path.rglob(".*") if final_name(path)]
 
 
 @pytest.mark.parametrize(
@@ -409,11 +409,11 @@ def test_atomic_path_keeps_errors_about_other_files(tmp_path, error):
 
 @given(content=st.binary(max_size=60), place=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_flipped_bit_breaks_checksum(content, place, bit):
-    whole = sealed(content + SEAL.encode() + content)
-    assert is_sealed(whole)
+    whole = with_checksum(content + CHECKSUM_PLACEHOLDER.encode() + content)
+    assert has_valid_checksum(whole)
     spoiled = bytearray(whole)
     spoiled[place % len(whole)] ^= 1 << bit
-    assert not is_sealed(bytes(spoiled))
+    assert not has_valid_checksum(bytes(spoiled))
 
 
 # Divergence

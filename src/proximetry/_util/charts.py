@@ -17,7 +17,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, _WIDTH - 12, 10, _HEIGHT - 38
 _DASHES = ("", "7 4", "2 3", "9 3 2 3", "12 4", "4 4")
 
 
-def plain(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number for an axis."""
     return f"{value:.4g}"
 
@@ -36,7 +36,7 @@ def line_chart(
     title: str,
     series: Mapping[str, Sequence[tuple[float, ...]]],
     *,
-    format_value: Format = plain,
+    format_value: Format = format_number,
     x_label: str = "epoch",
     marked: float | None = None,
     from_zero: bool = False,
@@ -67,8 +67,8 @@ def line_chart(
     y = _scale(y_axis[0], y_axis[-1], _BOTTOM, _TOP + 8)
     powers = [10.0**n for n in range(-12, 13)] if log else _ticks(low, high, 7, whole=True)
     about = "; ".join(
-        f"{name}: from {format_value(points[0][1])} at {x_label} {plain(points[0][0])} "
-        f"to {format_value(points[-1][1])} at {x_label} {plain(points[-1][0])}"
+        f"{name}: from {format_value(points[0][1])} at {x_label} {format_number(points[0][0])} "
+        f"to {format_value(points[-1][1])} at {x_label} {format_number(points[-1][0])}"
         for name, points in lines.items()
     )
     return _render(
@@ -77,7 +77,7 @@ def line_chart(
         x_label=x_label,
         file=file,
         y_ticks=[(y(value), format_value(value)) for value in y_axis],
-        x_ticks=[(x(across(v)), plain(v)) for v in (x_ticks or powers) if low <= v <= high],
+        x_ticks=[(x(across(v)), format_number(v)) for v in (x_ticks or powers) if low <= v <= high],
         marked=None if marked is None or not low <= marked <= high else x(marked),
         lines=[
             {
@@ -85,7 +85,11 @@ def line_chart(
                 "style": number % len(_DASHES),
                 "runs": _runs([(x(across(p[0])), y(p[1])) for p in points]),
                 "points": [
-                    (x(across(p[0])), y(p[1]), f"{x_label} {plain(p[0])}: {format_value(p[1])}")
+                    (
+                        x(across(p[0])),
+                        y(p[1]),
+                        f"{x_label} {format_number(p[0])}: {format_value(p[1])}",
+                    )
                     for p in points
                     if not math.isnan(p[1])
                 ],
@@ -112,17 +116,17 @@ def bar_chart(title: str, bars: Mapping[str, float], *, x_label: str, y_label: s
     x, y = _scale(0, len(bars), _LEFT, _RIGHT), _scale(0, y_axis[-1], _BOTTOM, _TOP + 8)
     # Of many names every other one, or fewer, has room.
     every = math.ceil(len(bars) * max(map(len, bars)) / 44)
-    values = "; ".join(f"{name}: {plain(value)}" for name, value in bars.items())
+    values = "; ".join(f"{name}: {format_number(value)}" for name, value in bars.items())
     return _render(
         title=title,
         about=f"{y_label} by {x_label}: {values}",
         x_label=x_label,
-        y_ticks=[(y(value), plain(value)) for value in y_axis],
+        y_ticks=[(y(value), format_number(value)) for value in y_axis],
         bars=[
             {
-                "title": f"{name}: {plain(value)} {y_label}",
+                "title": f"{name}: {format_number(value)} {y_label}",
                 "name": "" if number % every else name,
-                "value": plain(value) if value and len(bars) <= 12 else "",
+                "value": format_number(value) if value and len(bars) <= 12 else "",
                 "x": x(number + 0.12),
                 "y": y(value),
                 "middle": x(number + 0.5),

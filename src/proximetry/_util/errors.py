@@ -12,7 +12,7 @@ class UsageError(ValueError):
     """Invalid input from the user, found before anything was written."""
 
 
-def closest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """Return ", did you mean 'x'?" for the nearest known name, else a short list of them."""
     names = list(known)
     match = get_close_matches(name.lower(), names, 1)
@@ -21,6 +21,6 @@ def closest(name: str, known: Iterable[str]) -> str:
     return f"; known are: {', '.join(names)}." if len(names) <= 24 else "."
 
 
-def is_whole(value: Any, least: int = 1) -> bool:
+def is_integer(value: Any, least: int = 1) -> bool:
     """Return whether a value is an integer of any type, at least `least`, and no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least

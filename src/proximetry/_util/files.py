@@ -29,7 +29,7 @@ _PART = re.compile(r"\.proximetry-[0-9a-f]{32}-(.+)\.part", re.DOTALL)
 _DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EROFS, getattr(errno, "EDQUOT", None))
 CHECKSUM = "checksum"
 """Key of the checksum in JSON files."""
-SEAL = f"sha256:{64 * '0'}"
+CHECKSUM_PLACEHOLDER = f"sha256:{64 * '0'}"
 """Placeholder of the checksum of a file within the file itself."""
 _SEALED = re.compile(rb"sha256:[0-9a-f]{64}")
 MAX_CACHE_BYTES, DISK_SHARE = 20_000_000_000, 1 / 5
@@ -51,7 +51,7 @@ class WriteError(OSError):
 
 
 @contextmanager
-def writing(file: Path) -> Iterator[None]:
+def name_write_errors(file: Path) -> Iterator[None]:
     """Name the file in errors of writing to it: those of a full disk name none."""
     try:
         yield
@@ -59,7 +59,7 @@ def writing(file: Path) -> Iterator[None]:
         named = error.filename
         if named is None and error.errno not in _DISK_ERRORS:
             raise  # of a network, for example
-        if named is not None and named != str(file) and not written_for(Path(named)):
+        if named is not None and named != str(file) and not final_name(Path(named)):
             raise  # it is about another file, which was read meanwhile
         raise WriteError(error.errno, error.strerror or str(error), str(file)) from error
 
@@ -74,7 +74,7 @@ def atomic_path(file: Path, *, durable: bool = True) -> Iterator[Path]:
     # A name may have 255 bytes at most.
     part = file.with_name(f".proximetry-{uuid4().hex}-{file.name[-40:]}{PART_SUFFIX}")
     try:
-        with writing(file):
+        with name_write_errors(file):
             yield part
             if durable:
                 with part.open("rb+") as stream:
@@ -97,7 +97,7 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def written_for(path: Path) -> str:
+def final_name(path: Path) -> str:
     """Return the final name of a temporary file of `atomic_path`, "" for any other file."""
     match = _PART.fullmatch(path.name)
     return match[1] if match else ""
@@ -109,32 +109,37 @@ def atomic_write(file: Path, content: bytes, *, durable: bool = True) -> None:
         part.write_bytes(content)
 
 
-def sealed(content: bytes) -> bytes:
-    """Replace the first `SEAL` by the checksum of the content."""
+def with_checksum(content: bytes) -> bytes:
+    """Replace the first `CHECKSUM_PLACEHOLDER` by the checksum of the content."""
     digest = hashlib.sha256(content).hexdigest()
-    return content.replace(SEAL.encode(), f"sha256:{digest}".encode(), 1)
+    return content.replace(CHECKSUM_PLACEHOLDER.encode(), f"sha256:{digest}".encode(), 1)
 
 
-def is_sealed(content: bytes) -> bool:
-    """Return whether the content is unchanged since `sealed`."""
+def has_valid_checksum(content: bytes) -> bool:
+    """Return whether the content is unchanged since `with_checksum`."""
     seal = _SEALED.search(content)
     if seal is None:
         return False
-    digest = hashlib.sha256(content[: seal.start()] + SEAL.encode())
+    digest = hashlib.sha256(content[: seal.start()] + CHECKSUM_PLACEHOLDER.encode())
     digest.update(memoryview(content)[seal.end() :])
     return seal[0] == f"sha256:{digest.hexdigest()}".encode()
 
 
-def sealed_json(content: Mapping[str, Any], plain: Callable[[Any], Any] | None = None) -> bytes:
+def json_with_checksum(
+    content: Mapping[str, Any], plain: Callable[[Any], Any] | None = None
+) -> bytes:
     """Return a JSON file with its checksum, for `read_json`; `plain` converts other values."""
-    whole = {CHECKSUM: SEAL, **content}  # first, since only the first one is filled in
+    whole = {
+        CHECKSUM: CHECKSUM_PLACEHOLDER,
+        **content,
+    }  # first, since only the first one is filled in
     text = json.dumps(whole, indent=2, ensure_ascii=False, default=plain) + "\n"
     # Names that come from file names need not be text; JSON has escapes for them.
-    return sealed(text.encode(errors="backslashreplace"))
+    return with_checksum(text.encode(errors="backslashreplace"))
 
 
-def take_lock(file: Path, patience: float, report: Callable[[str], None]) -> BaseFileLock:
-    """Acquire an exclusive lock, waiting up to ``patience`` seconds for another process.
+def acquire_lock(file: Path, timeout: float, report: Callable[[str], None]) -> BaseFileLock:
+    """Acquire an exclusive lock, waiting up to ``timeout`` seconds for another process.
 
     The system releases the locks of a killed process. A TimeoutError names the owner.
     """
@@ -145,8 +150,8 @@ def take_lock(file: Path, patience: float, report: Callable[[str], None]) -> Bas
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            report(f"waiting up to {patience:g} s for {_owner(file)}, at work in {file.parent}")
-            lock.acquire(timeout=patience)
+            report(f"waiting up to {timeout:g} s for {_owner(file)}, at work in {file.parent}")
+            lock.acquire(timeout=timeout)
         with suppress(OSError):  # Windows lets nobody write to it
             file.write_text(f"{os.getpid()}\n{socket.gethostname()}\n", encoding="utf-8")
     except Timeout:
@@ -201,7 +206,7 @@ def read_json(path: Path, limit: int) -> Any:
         content = parse_json(text)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {shorten(str(error), 200)}") from error
-    if isinstance(content, dict) and CHECKSUM in content and not is_sealed(text.encode()):
+    if isinstance(content, dict) and CHECKSUM in content and not has_valid_checksum(text.encode()):
         raise ValueError(f"{path} is damaged: it does not have the checksum it was saved with")
     return content
 

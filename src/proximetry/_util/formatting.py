@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterable, Sequence
 
 
-def some(items: Iterable[str], limit: int = 5) -> str:
+def join_first(items: Iterable[str], limit: int = 5) -> str:
     """Join the first few items for a message and count the rest."""
     names = list(items)
     first = ", ".join(names[:limit])
@@ -17,7 +17,10 @@ def first_few(lines: Sequence[str], elsewhere: str, limit: int = 5) -> list[str]
     """Return the first lines for the terminal, and where the full list is."""
     if len(lines) <= limit:
         return [*lines]
-    return [*lines[:limit], f"and {spaced(len(lines) - limit)} more; all are in {elsewhere}"]
+    return [
+        *lines[:limit],
+        f"and {format_int(len(lines) - limit)} more; all are in {elsewhere}",
+    ]
 
 
 _SHORT = reprlib.Repr()
@@ -52,7 +55,7 @@ def printable(text: str) -> str:
     return text.translate(_ESCAPES)
 
 
-def spaced(number: int) -> str:
+def format_int(number: int) -> str:
     """Format an integer with a space between thousands."""
     return f"{number:,}".replace(",", " ")
 
@@ -60,7 +63,7 @@ def spaced(number: int) -> str:
 def pluralize(number: int, noun: str) -> str:
     """Return a number and its noun: 1 image, 12 000 images, 3 classes."""
     plural = "" if number == 1 else "es" if noun.endswith("s") else "s"
-    return f"{spaced(number)} {noun}{plural}"
+    return f"{format_int(number)} {noun}{plural}"
 
 
 def readable_size(count: float) -> str:

@@ -7,15 +7,16 @@ from importlib import import_module
 from typing import Any
 
 
-def need(module: str, extra: str | None, purpose: str) -> Any:
+def import_optional(module: str, extra: str | None, purpose: str) -> Any:
     """Import an optional package; if it is missing, raise with the extra or package to install."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        raise _missing(purpose, module, extra) from error
+        raise missing_package(purpose, module, extra) from error
 
 
-def _missing(purpose: str, module: str, extra: str | None) -> ModuleNotFoundError:
+def missing_package(purpose: str, module: str, extra: str | None) -> ModuleNotFoundError:
+    """Return an error that names what to install."""
     package = module.partition(".")[0]
     command = install_hint(extra) if extra else f"pip install {package}"
     return ModuleNotFoundError(f"{purpose} needs {package}: {command}", name=package)
@@ -44,6 +45,6 @@ def lazy_exports(
             if extra is None:
                 raise
             # Also where a package below names an extra: ours installs that too, and the rest.
-            raise _missing(f"{package}.{name}", error.name or "", extra) from error
+            raise missing_package(f"{package}.{name}", error.name or "", extra) from error
 
     return load

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO, get_origin
 
 from proximetry import __version__
 from proximetry._util.errors import UsageError
-from proximetry._util.formatting import printable, shorten, some
+from proximetry._util.formatting import join_first, printable, shorten
 from proximetry._util.imports import install_hint
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _explain(error: "CycloptsError") -> str:
         if any(one.index is not None and one.field_info.name == last for one in known):
             return f"Unknown option: {word}. {last.upper()} is given without an option; {see}"
     if isinstance(error, cyclopts.UnusedCliTokensError):
-        return f"unexpected arguments: {some(error.unused_tokens or ())}; {see}"
+        return f"unexpected arguments: {join_first(error.unused_tokens or ())}; {see}"
     if isinstance(error, cyclopts.MissingArgumentError) and argument and argument.index is not None:
         return f"{argument.field_info.name.upper()} is missing; {see}"
     if isinstance(error, cyclopts.CoercionError) and argument and get_origin(argument.hint) is dict:

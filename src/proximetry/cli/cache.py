@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from proximetry._util.errors import UsageError
 from proximetry._util.files import cache_folder
-from proximetry._util.formatting import pluralize, readable_size, some
+from proximetry._util.formatting import join_first, pluralize, readable_size
 from proximetry.cli.options import AsJson, Flag
 from proximetry.cli.output import print_result
 
 if TYPE_CHECKING:
-    from proximetry.data.cache import CacheEntry
+    from proximetry.data.pixel_cache import CacheEntry
 
 ABOUT = "List, verify and remove cached images."
 
@@ -27,7 +27,7 @@ def list_(*, as_json: AsJson = False) -> None:
 
     The folder is $PROXIMETRY_CACHE, else proximetry below $XDG_CACHE_HOME or ~/.cache.
     """
-    from proximetry.data.cache import list_caches, list_leftovers
+    from proximetry.data.pixel_cache import list_caches, list_leftovers
 
     caches, leftovers = list_caches(), list_leftovers()
     total = _size([*caches, *leftovers])
@@ -61,7 +61,7 @@ def clean(
         keep: remove the least recently used caches until the others take at most this: 500MB, 20GB.
         dry_run: only show what would be removed.
     """
-    from proximetry.data.cache import list_caches, list_leftovers, remove
+    from proximetry.data.pixel_cache import list_caches, list_leftovers, remove
 
     if not names and unused_for is None and keep is None:
         raise UsageError(
@@ -100,7 +100,7 @@ def verify(*names: str, as_json: AsJson = False) -> None:
     Args:
         names: caches as `proximetry cache list` prints them; all of them by default.
     """
-    from proximetry.data.cache import is_intact, list_caches, remove
+    from proximetry.data.pixel_cache import is_intact, list_caches, remove
 
     caches = list_caches()
     entries = [entry for entry in _find_caches(caches, names) or caches if entry.images is not None]
@@ -135,7 +135,9 @@ def _find_caches(caches: Sequence["CacheEntry"], names: Sequence[str]) -> list["
         ]
         if len(matches) != 1:
             reason = (
-                f"several caches match: {some(map(_short, matches))}" if matches else "no match"
+                f"several caches match: {join_first(map(_short, matches))}"
+                if matches
+                else "no match"
             )
             raise UsageError(f"not the name of one cache: {name}, {reason}")
         selected += matches

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from proximetry._util.formatting import pluralize, spaced
+from proximetry._util.formatting import format_int, pluralize
 from proximetry.cli.inputs import open_gallery
 from proximetry.cli.options import (
     GALLERY,
@@ -52,12 +52,12 @@ def duplicates(
         cosine = opened.similarity == "cosine"
         limit = f"cosine {near:.4f} or larger" if cosine else f"distance {-near:.4f} or smaller"
         lines += [f"{len(group)} images, {limit}", *(f"  {relative_path(path)}" for path in paths)]
-    members = f"{spaced(sum(map(len, groups)))} of {spaced(len(opened))} images"
+    members = f"{format_int(sum(map(len, groups)))} of {format_int(len(opened))} images"
     lines.append(f"{pluralize(len(groups), 'group')}, {members}")
     if sheet is not None:
         from proximetry.search.sheet import group_sheet
 
         sheet_size = group_sheet(sheet, groups)
-        part = "" if sheet_size == len(groups) else f" of the first {spaced(sheet_size)} groups"
+        part = "" if sheet_size == len(groups) else f" of the first {format_int(sheet_size)} groups"
         lines.append(f"contact sheet{part}: {sheet}")
     print_result(as_json, document, "\n".join(lines))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
 from proximetry._util.formatting import first_few
-from proximetry._util.imports import need
+from proximetry._util.imports import import_optional
 from proximetry._util.types import Progress
 from proximetry.cli.inputs import Image, find_images, load_embedder, processes
 from proximetry.cli.options import (
@@ -58,7 +58,7 @@ def embed(
 
     check_out(out, SUFFIXES, images)
     if out.suffix.lower() == ".parquet":
-        need("pyarrow", "images", "Writing Parquet")
+        import_optional("pyarrow", "images", "Writing Parquet")
     written = [out, rows_file(out)] if out.suffix.lower() == ".npy" else [out]
     skip, skipped_file = bad_images == "skip", out.with_name(f"{out.name}.skipped.json")
     for file in [*written[1:], *([skipped_file] if skip else [])]:
@@ -129,7 +129,7 @@ def _embed_files(
     import torch.distributed as dist
 
     from proximetry._util.tensors import gather_rows
-    from proximetry.metrics.distributed import gather_objects, together
+    from proximetry.metrics.distributed import gather_objects, raise_on_all_ranks
 
     group = dist.group.WORLD if world.size > 1 else None
     batches = -(-len(paths) // batch_size)
@@ -148,7 +148,7 @@ def _embed_files(
                 on_error=(lambda i, error: bad.update({first + i: str(error)})) if skip else None,
             )
 
-    vectors = together(embed_share, group)
+    vectors = raise_on_all_ranks(embed_share, group)
     if group is None:
         return vectors.numpy(), bad
     gathered, _ = gather_rows(vectors, group)
@@ -178,7 +178,8 @@ def _write(out: Path, images: Sequence[Image], vectors: "npt.NDArray[np.float32]
         np.save(buffer, vectors)
     else:
         arrow, parquet = (
-            need(name, "images", "Writing Parquet") for name in ("pyarrow", "pyarrow.parquet")
+            import_optional(name, "images", "Writing Parquet")
+            for name in ("pyarrow", "pyarrow.parquet")
         )
         arrays = {name[:-1]: text_array(values) for name, values in columns.items()}
         flat = arrow.array(vectors.ravel())

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from proximetry._util.errors import UsageError
-from proximetry._util.formatting import first_few, some
+from proximetry._util.formatting import first_few, join_first
 from proximetry.cli.inputs import load_embedder, open_images
 from proximetry.cli.options import (
     AsJson,
@@ -129,7 +129,7 @@ def evaluate(
         scored = evaluator.score_queries(
             vectors, compared, similarity, metrics, eval_dims, binary=codes, progress=report
         )
-        arguments = query_gallery_split.compared(vectors, compared, similarity)
+        arguments = query_gallery_split.evaluation_arguments(vectors, compared, similarity)
         rows = make_rows(
             next(iter(scored.values())),
             arguments,
@@ -165,7 +165,7 @@ def _check_vectors(file: Path) -> None:
     columns = parquet_columns(file) if file.suffix.lower() == ".parquet" else ()
     if columns:
         raise UsageError(
-            f"{file} has no column {COLUMN!r} that holds lists of numbers; it has {some(columns)}"
+            f"{file} has no column {COLUMN!r} of lists of numbers; it has {join_first(columns)}"
         )
     raise UsageError(
         f"not a file of vectors ({', '.join(SUFFIXES)}): {file}. Evaluate it with images, "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from proximetry._util.errors import UsageError
-from proximetry._util.formatting import first_few, some, spaced
+from proximetry._util.formatting import first_few, format_int, join_first
 from proximetry.cli.inputs import load_image_embedder
 from proximetry.cli.options import (
     GALLERY,
@@ -48,11 +48,11 @@ def index(
         index: Flat searches exactly, HNSW32, IVF1024,PQ64 and other factory strings of faiss
             approximately, BFlat by binary codes; default: auto, which chooses by size.
     """
-    from proximetry.cli.inputs import check_there, processes
+    from proximetry.cli.inputs import check_exists, processes
 
     if "RANK" not in os.environ:  # under torchrun one process reports it, later
         for word in images:
-            check_there(Path(word).expanduser())  # before torch is imported
+            check_exists(Path(word).expanduser())  # before torch is imported
     from proximetry.search.manifest import EMBEDDER, MANIFEST, is_milvus
     from proximetry.search.staging import distributed_workers, worker_loop
 
@@ -100,7 +100,7 @@ def index(
         "notes": notes,
     }
     if missing or changed:
-        outdated = some(map(relative_path, [*sorted(missing), *sorted(changed)]))
+        outdated = join_first(map(relative_path, [*sorted(missing), *sorted(changed)]))
         notes.append(
             f"{len(missing)} missing and {len(changed)} changed files since indexing: "
             f"{outdated}. To update the gallery, in Python: "
@@ -110,7 +110,7 @@ def index(
     lines = first_few([f"skipped {one}" for one in skipped], "the document of --json")
     hint = "" if gallery == GALLERY else f" --gallery {shlex.quote(gallery)}"
     hint += f" --model {shlex.quote(str(model or 'RUN'))}" if is_milvus(gallery) else ""
-    lines.append(f"{gallery}: {spaced(len(opened))} images, {spaced(added)} new")
+    lines.append(f"{gallery}: {format_int(len(opened))} images, {format_int(added)} new")
     lines += ["", "Next:", f"  proximetry search QUERY.jpg{hint}"]
     print_result(as_json, document, "\n".join([*notes, *lines]))
 
@@ -146,7 +146,7 @@ def _index(
         )
     known = opened.known(values(table["path"]))
     if any(known):
-        options["report"](f"{spaced(sum(known))} images are already in {gallery}")
+        options["report"](f"{format_int(sum(known))} images are already in {gallery}")
     if all(known):
         return opened, 0
     new = table.take(arrow().array([row for row, one in enumerate(known) if not one]))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from proximetry._util.errors import UsageError
-from proximetry._util.formatting import some
+from proximetry._util.formatting import join_first
 from proximetry.cli.output import progress_bar
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def open_images(
         )
 
 
-def check_there(path: Path) -> None:
+def check_exists(path: Path) -> None:
     """Reject a path that does not exist."""
     if not path.exists():
         raise UsageError(f"there is no image or folder {path}")
@@ -65,7 +65,7 @@ def find_catalog(
     from proximetry.data import resolve_source
     from proximetry.data.folders import is_image
 
-    check_there(path)
+    check_exists(path)
     if path.is_file() and is_image(path.name):
         return None
     name, root = resolve_source(path.absolute())  # a path, even if a dataset has this name
@@ -91,7 +91,7 @@ def find_images(
             images.append((str(path), None))
             continue
         names, skipped = images_below(path)
-        notes += [f"skipped in {path}: {some(skipped)}"] if skipped else []
+        notes += [f"skipped in {path}: {join_first(skipped)}"] if skipped else []
         labels: dict[str, str] = {}
         if names and all("/" in name for name in names):  # all in class folders
             try:

@@ -49,7 +49,7 @@ def search(
         rerank: order the nearest images by k-reciprocal re-ranking.
         sheet: also write a contact sheet: a self-contained .html page, or a .png.
     """
-    from proximetry.cli.inputs import check_there
+    from proximetry.cli.inputs import check_exists
     from proximetry.data.folders import split_shard_path
     from proximetry.search.manifest import MANIFEST
     from proximetry.search.rows import parse_conditions
@@ -61,7 +61,7 @@ def search(
             raise UsageError(f"{query} is a gallery. Use proximetry search IMAGE --gallery {query}")
     check_out(sheet, [".html", ".png"], queries, "--sheet")
     for query in queries:  # before torch is imported
-        check_there(Path(split_shard_path(str(query))[0]))
+        check_exists(Path(split_shard_path(str(query))[0]))
     opened, conditions = open_gallery(gallery, model), parse_conditions(where)
     with progress_bar("embedding") as progress:
         result = opened.search(

@@ -6,7 +6,7 @@ Binary codes, query expansion and k-reciprocal re-ranking: each has its row with
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from proximetry._util.formatting import spaced
+from proximetry._util.formatting import format_int
 from proximetry._util.types import Progress
 from proximetry.cli.output import wrap
 from proximetry.metrics import Evaluation, Metrics, evaluate
@@ -72,10 +72,10 @@ def make_rows(
 
 
 def _row(name: str, protocol: str, evaluation: Evaluation, compared: Mapping[str, Any]) -> Row:
-    count = spaced(len(compared["embeddings"]))
+    count = format_int(len(compared["embeddings"]))
     who = f"each of {count} images against all others"
     if "queries" in compared:
-        who = f"{spaced(len(compared['queries']))} queries against a gallery of {count} images"
+        who = f"{format_int(len(compared['queries']))} queries against a gallery of {count} images"
     means = {key: value for key, value in evaluation.mean().items() if key not in evaluation.whole}
     return {"name": name, "protocol": f"{who}; {protocol}", "metrics": means}
 

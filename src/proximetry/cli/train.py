@@ -14,7 +14,7 @@ from typing import get_type_hints as type_hints
 
 from cyclopts import Group, Parameter, Token
 
-from proximetry._util.formatting import format_value, some
+from proximetry._util.formatting import format_value, join_first
 from proximetry.cli.options import AsJson, ColumnPairs, Device, Flag
 from proximetry.cli.output import print_result, wrap
 from proximetry.data.datasets import list_datasets, not_found, resolve_source
@@ -212,14 +212,14 @@ def make_plan(
     else:
         if saved.name != recipe.name:  # the default of another device
             recipe = Recipe.load(saved.name, changes)
-        before, reason = recipe.essence(), f"run in {out}: "
+        before, reason = recipe.computation_keys(), f"run in {out}: "
         cache = {"data.cache": recipe.data.cache}  # depends on the device
         recipe = Recipe.load(saved.to_dict(), merge(cache, changes, whole=False))
-        now = recipe.essence()
+        now = recipe.computation_keys()
         differing = [
             f"{key} {format_value(now[key])}" for key in now if before[key] not in (AUTO, now[key])
         ]
-        lines += [f"settings of the run: {some(differing, 20)}"] if differing else []
+        lines += [f"settings of the run: {join_first(differing, 20)}"] if differing else []
     size = f", {recipe.model.image_size} px" if recipe.model.image_size else ""
     first = f"{reason}recipe {recipe.name} ({recipe.model.backbone}{size})"
     return Plan(recipe, out, (first, *lines))

@@ -10,22 +10,22 @@ from proximetry._util.imports import lazy_exports
 
 if TYPE_CHECKING:
     from proximetry.data.augment import *
-    from proximetry.data.cache import *
     from proximetry.data.catalog import *
     from proximetry.data.datasets import *
     from proximetry.data.datasets.glyphs import *
     from proximetry.data.images import *
+    from proximetry.data.pixel_cache import *
     from proximetry.data.samplers import *
     from proximetry.data.vectors import *
 
 _EXPORTS = {
     "augment": "CenterCrop ColorJitter RandomResizedCrop",
-    "cache": "PixelCache",
+    "pixel_cache": "PixelCache",
     "catalog": "Catalog",
     "datasets": "DatasetInfo list_datasets open_dataset resolve_source",
     "datasets.glyphs": "glyphs",
     "images": "ImageError open_image resize_and_center_crop",
-    "samplers": "ClassBalanced Shuffled Streamed",
+    "samplers": "ClassBalancedSampler ShuffledSampler StreamedSampler",
     "vectors": "VectorCatalog",
 }
 

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from proximetry._util.errors import closest
-from proximetry._util.formatting import some
+from proximetry._util.errors import suggest
+from proximetry._util.formatting import join_first
 from proximetry._util.types import Progress
 from proximetry.data import FIELDS
 from proximetry.data.folders import (
@@ -153,12 +153,12 @@ class Catalog:
     ) -> Catalog:
         """Return the rows that meet every condition."""
         if split is not None and split not in SPLITS:
-            raise ValueError(f"unknown split {split!r}{closest(split, SPLITS)}")
+            raise ValueError(f"unknown split {split!r}{suggest(split, SPLITS)}")
         keep = np.ones(len(self), bool)
         if labels is not None:
             names = {labels} if isinstance(labels, str) else set(labels)
             if unknown := sorted(names - set(self.class_names)):
-                raise ValueError(f"no such class: {some([repr(u) for u in unknown])}")
+                raise ValueError(f"no such class: {join_first([repr(u) for u in unknown])}")
             keep &= cast(Column, self.labels).isin(names)
         conditions = {"split": split, "group": group, "query": query, "gallery": gallery}
         for name, value in conditions.items():
@@ -206,7 +206,7 @@ class Catalog:
                 count = f"{len(shared)} class{'es' if len(shared) > 1 else ''}"
                 notes.append(
                     f"{a} and {b} share {count}, so {b} does not measure unseen classes only: "
-                    f"{some(shared)}"
+                    f"{join_first(shared)}"
                 )
         return notes
 
@@ -342,7 +342,7 @@ class Catalog:
             for split, images in catalog._images_of_splits.items()
             for name in catalog._named(images > 0)
         ]
-        further = f"; further columns, for search only: {some(catalog.columns)}"
+        further = f"; further columns, for search only: {join_first(catalog.columns)}"
         about = layout(classes) + (further if catalog.columns else "")
         object.__setattr__(catalog, "layout", about)  # `replace` would validate all rows again
         return catalog
@@ -403,7 +403,7 @@ def _check_files(catalog: Catalog, allow_missing: bool, progress: Progress | Non
         if progress is not None and i % _PROGRESS_EVERY == _PROGRESS_EVERY - 1:
             progress(i + 1, total)
     if missing and not allow_missing:
-        names = some([f"{catalog.paths[i]!r} (row {i + 1})" for i in missing])
+        names = join_first([f"{catalog.paths[i]!r} (row {i + 1})" for i in missing])
         hint = "; --data.bad-images skip excludes them" if len(missing) < total else ""
         raise ValueError(
             f"{len(missing)} of {total} images do not exist below {catalog.root}: {names}{hint}"

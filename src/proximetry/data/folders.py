@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from proximetry._util.formatting import some
+from proximetry._util.formatting import join_first
 
 SEPARATOR = "::"
 _KINDS = {
@@ -111,7 +111,7 @@ def scan_folder(root: Path) -> Scan:
         names = sorted(p.name for p in root.iterdir())
         raise ValueError(
             f"{root} holds no images in sub-folders; expected {root}/<class>/<image>.jpg, found "
-            f"{some(names) or 'nothing'}"
+            f"{join_first(names) or 'nothing'}"
         )
     depth = 2 if splits else 1  # of class folders
     notes = []
@@ -129,7 +129,9 @@ def scan_folder(root: Path) -> Scan:
         ],
         "class folders without images": empty,
     }
-    notes += [f"{what} ({len(names)}): {some(names)}" for what, names in kinds.items() if names]
+    notes += [
+        f"{what} ({len(names)}): {join_first(names)}" for what, names in kinds.items() if names
+    ]
     return Scan(
         tuple("/".join(path) for path in paths),
         tuple(path[depth - 1] for path in paths),
@@ -172,8 +174,8 @@ def layout(rows: Iterable[tuple[str, str]], skipped: Iterable[str] = ()) -> str:
     for home in sorted(classes, key=lambda home: order.index(home.lower().strip("/"))):
         names = classes[home]
         count = f"{len(names)} class{'es' if len(names) != 1 else ''}"
-        parts.append(f"{count} in {home}" if home else f"{count}: {some(sorted(names))}")
-    noted = some(sorted(skipped))
+        parts.append(f"{count} in {home}" if home else f"{count}: {join_first(sorted(names))}")
+    noted = join_first(sorted(skipped))
     return f"images: {', '.join(parts) or 'none'}" + (f"; skipped: {noted}" if noted else "")
 
 

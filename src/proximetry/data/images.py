@@ -14,13 +14,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from proximetry._util.imports import need
+from proximetry._util.imports import import_optional
 from proximetry.data.folders import open_file, shard_members, split_shard_path
 
 try:
     from PIL import Image, ImageFile, UnidentifiedImageError
 except ModuleNotFoundError:
-    need("PIL", "images", "Reading images")
+    import_optional("PIL", "images", "Reading images")
 
 Interpolation: TypeAlias = Literal["bilinear", "bicubic"]
 Stream: TypeAlias = io.BufferedReader | io.BytesIO
@@ -62,12 +62,12 @@ class ImageError(ValueError):
     """An image could not be read; names it and the reason.
 
     Attributes:
-        passing: whether a retry may succeed: the system could not open or read the file.
+        transient: whether a retry may succeed: the system could not open or read the file.
     """
 
-    def __init__(self, name: str, reason: str, passing: bool = False) -> None:
+    def __init__(self, name: str, reason: str, transient: bool = False) -> None:
         super().__init__(name, reason)
-        self.name, self.reason, self.passing = name, reason, passing
+        self.name, self.reason, self.transient = name, reason, transient
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
@@ -100,7 +100,7 @@ def open_image(
         image = _from_array(source, name)
         _check_size(*image.size, name, max_pixels)
         return _finish(image, name)
-    with _opened(source, max_pixels) as image:
+    with _open_checked(source, max_pixels) as image:
         width, height = image.size
         if size is not None:
             enough = 2 * (size if isinstance(size, int) else max(size))
@@ -115,9 +115,9 @@ def open_image(
                 left, right = image.width - right, image.width - left
             if turn in _TOP_BOTTOM:
                 top, bottom = image.height - bottom, image.height - top
-            whole = _Whole((width, height), (left, top, right, bottom))
+            whole = _OriginalSize((width, height), (left, top, right, bottom))
             if turn in _SIDEWAYS:
-                whole = _Whole((height, width), (top, left, bottom, right))
+                whole = _OriginalSize((height, width), (top, left, bottom, right))
             upright.reduced = whole  # type: ignore[attr-defined]
         return upright
 
@@ -131,20 +131,20 @@ def thumbnail(source: Source, side: int) -> Image.Image:
     return image.resize(size, Image.Resampling.BICUBIC, box=whole.box, reducing_gap=2.0)
 
 
-class _Whole(NamedTuple):
+class _OriginalSize(NamedTuple):
     """The size of an original, and where it lies in an image decoded at a reduced size."""
 
     size: tuple[int, int]
     box: tuple[float, float, float, float]
 
 
-def _whole(image: Image.Image) -> _Whole:
-    return getattr(image, "reduced", _Whole(image.size, (0, 0, *image.size)))
+def _whole(image: Image.Image) -> _OriginalSize:
+    return getattr(image, "reduced", _OriginalSize(image.size, (0, 0, *image.size)))
 
 
 def image_size(file: str | os.PathLike[str]) -> tuple[int, int]:
     """Return width and height from the header of an image file, or raise an ImageError."""
-    with _opened(file) as image:
+    with _open_checked(file) as image:
         return image.size
 
 
@@ -161,14 +161,14 @@ def open_bytes(path: str) -> Stream:
             file.seek(start)
             return io.BytesIO(file.read(size))
     except FileNotFoundError as error:
-        raise ImageError(path, "no such file", passing=True) from error
+        raise ImageError(path, "no such file", transient=True) from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ImageError(path, f"cannot be opened: {reason}", passing=True) from error
+        raise ImageError(path, f"cannot be opened: {reason}", transient=True) from error
 
 
 @contextmanager
-def _opened(
+def _open_checked(
     source: str | os.PathLike[str] | bytes, max_pixels: int = MAX_PIXELS
 ) -> Iterator[Image.Image]:
     """Open a file of a supported format and size without decoding it, or raise an ImageError."""
@@ -185,7 +185,7 @@ def _opened(
             known = ", ".join(formats)
             raise ImageError(name, f"not an image in a known format ({known})") from error
         except Exception as error:
-            raise _damaged(name, error) from error
+            raise _decode_error(name, error) from error
         with image:
             # Pillow's parser of these texts takes quadratic time for a file of comments.
             if image.tile and image.tile[0][0] == "ppm_plain":
@@ -194,10 +194,10 @@ def _opened(
             yield image
 
 
-def _damaged(name: str, error: Exception) -> ImageError:
+def _decode_error(name: str, error: Exception) -> ImageError:
     """Return the error for a parser's; one with a number is the system's, which may pass."""
     if isinstance(error, OSError) and error.errno is not None:
-        return ImageError(name, f"cannot be read: {error.strerror}", passing=True)
+        return ImageError(name, f"cannot be read: {error.strerror}", transient=True)
     return ImageError(name, f"damaged or truncated: {error}")
 
 
@@ -221,7 +221,7 @@ def scaled_size(width: int, height: int, size: Size, name: str = "image") -> tup
     return (size, long) if width <= height else (long, size)
 
 
-def described_size(size: Size) -> str:
+def describe_size(size: Size) -> str:
     """Describe the size that images are scaled to."""
     return f"short side {size}" if isinstance(size, int) else f"{size[0]} × {size[1]}"
 
@@ -304,7 +304,7 @@ def _finish(image: Image.Image, name: str) -> Image.Image:
     except (ImageError, MemoryError):
         raise
     except Exception as error:
-        raise _damaged(name, error) from error
+        raise _decode_error(name, error) from error
 
 
 def _check_size(width: int, height: int, name: str, max_pixels: int) -> None:

@@ -43,7 +43,7 @@ class _BatchSampler(ABC):
         """Return the images of one batch."""
 
 
-class Shuffled(_BatchSampler):
+class ShuffledSampler(_BatchSampler):
     """Every image once per epoch, in an order drawn from (seed, epoch).
 
     Args:
@@ -74,7 +74,7 @@ class Shuffled(_BatchSampler):
         return self._order[1][start : start + self.batch_size]
 
 
-class Streamed(Shuffled):
+class StreamedSampler(ShuffledSampler):
     """Every image once per epoch, neighbors in their files at about the same time.
 
     Runs of consecutive images come in an order drawn from (seed, epoch); their images are shuffled
@@ -133,7 +133,7 @@ class Streamed(Shuffled):
         return self._shuffled[2]
 
 
-class ClassBalanced(_BatchSampler):
+class ClassBalancedSampler(_BatchSampler):
     """Batches of `classes_per_batch` different classes with `images_per_class` images each.
 
     Classes come from a shuffled round: each class once before any comes again. Images come from
@@ -176,8 +176,8 @@ class ClassBalanced(_BatchSampler):
         size = classes_per_batch * images_per_class
         super().__init__(size, max(1, labels.size // size), seed)
         self.classes_per_batch, self.images_per_class = classes_per_batch, images_per_class
-        self._round = _Deck(np.arange(self._classes), classes_per_batch, (seed, _CLASSES))
-        self._decks: dict[int, _Deck] = {}
+        self._round = _CyclicShuffle(np.arange(self._classes), classes_per_batch, (seed, _CLASSES))
+        self._decks: dict[int, _CyclicShuffle] = {}
 
     def batch(self, epoch: int, number: int) -> Indices:
         """Return the images of one batch, class by class."""
@@ -188,17 +188,19 @@ class ClassBalanced(_BatchSampler):
         pairs = zip(self._round.turn(turn).tolist(), rounds.tolist(), strict=True)
         return np.concatenate([self._deck(code).turn(n) for code, n in pairs])
 
-    def _deck(self, code: int) -> "_Deck":
+    def _deck(self, code: int) -> "_CyclicShuffle":
         """Return the deck of a class; one that was dropped is dealt again just as it was."""
         if code not in self._decks:
             if len(self._decks) >= _MOST_DECKS:
                 self._decks.clear()
             images = self._images[self._starts[code] : self._starts[code + 1]]
-            self._decks[code] = _Deck(images, self.images_per_class, (self.seed, _IMAGES, code))
+            self._decks[code] = _CyclicShuffle(
+                images, self.images_per_class, (self.seed, _IMAGES, code)
+            )
         return self._decks[code]
 
 
-class _Deck:
+class _CyclicShuffle:
     """Items that are shuffled again each time all have been taken, `count` in a turn.
 
     Where a turn runs over the end of a shuffle, the next one is arranged so that the turn has no

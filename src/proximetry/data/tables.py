@@ -26,9 +26,9 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute  # type: ignore[import-untyped]
 import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
-from proximetry._util.errors import UsageError, closest
+from proximetry._util.errors import UsageError, suggest
 from proximetry._util.files import atomic_path
-from proximetry._util.formatting import format_value, some
+from proximetry._util.formatting import format_value, join_first
 from proximetry.data import FIELDS
 from proximetry.data.folders import open_file
 
@@ -49,7 +49,7 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 TEXT = pa.large_binary()
 _ARROW = {str: TEXT, bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 _BLOCK = 1 << 16  # rows that are read at a time
-_CONVERTED = 1 << 14  # values that are converted at a time
+_CHUNK_ROWS = 1 << 14  # values that are converted at a time
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -80,7 +80,7 @@ class Column(Sequence[Any]):
     def take(self, rows: Rows) -> Column:
         """Return the values of rows, in this order."""
         if pa.types.is_dictionary(self.array.type):
-            return coded(self.distinct, self.codes[rows])
+            return dictionary_column(self.distinct, self.codes[rows])
         return Column(self.array.take(pa.array(rows)))
 
     def __len__(self) -> int:
@@ -93,8 +93,8 @@ class Column(Sequence[Any]):
         return decode(value) if isinstance(value, bytes) else value
 
     def __iter__(self) -> Iterator[Any]:
-        for start in range(0, len(self), _CONVERTED):
-            for value in self.array[start : start + _CONVERTED].to_pylist():
+        for start in range(0, len(self), _CHUNK_ROWS):
+            for value in self.array[start : start + _CHUNK_ROWS].to_pylist():
                 yield decode(value) if isinstance(value, bytes) else value
 
     def __eq__(self, other: object) -> bool:
@@ -136,7 +136,7 @@ def decode(data: bytes) -> str:
     return data.decode("utf-8", "surrogateescape")
 
 
-def coded(texts: Sequence[str], codes: npt.NDArray[Any] | None = None) -> Column:
+def dictionary_column(texts: Sequence[str], codes: npt.NDArray[Any] | None = None) -> Column:
     """Return a column of recurring text: `texts` themselves, or those that `codes` are indices of.
 
     Its distinct values are sorted, whole numbers by value.
@@ -165,7 +165,9 @@ def pack(values: Iterable[Any], *, recurring: bool = False) -> Sequence[Any]:
     try:
         if kind is not str:
             return Column(pa.array(plain, _ARROW[kind]))
-        return coded(plain) if recurring and None not in plain else Column(encode(plain))
+        return (
+            dictionary_column(plain) if recurring and None not in plain else Column(encode(plain))
+        )
     except (UnicodeEncodeError, OverflowError):
         return plain
 
@@ -259,7 +261,7 @@ def _text_column(column: pa.ChunkedArray, field: str) -> Sequence[Any]:
     if not pa.types.is_dictionary(array.type):
         array = array.dictionary_encode()
     names = [*map(_text, _to_list(array.dictionary)), ""]  # a missing value is an empty text
-    return coded(names, array.indices.fill_null(len(names) - 1).to_numpy())
+    return dictionary_column(names, array.indices.fill_null(len(names) - 1).to_numpy())
 
 
 def _values(column: pa.ChunkedArray) -> Sequence[Any]:
@@ -324,7 +326,7 @@ def _match_columns(
     for field, name in mapping.items():
         if field not in FIELDS:
             raise UsageError(
-                f"data.columns: there is no {format_value(field)}{closest(field, FIELDS)}"
+                f"data.columns: there is no {format_value(field)}{suggest(field, FIELDS)}"
             )
         if name not in names:
             raise ValueError(
@@ -360,7 +362,7 @@ def _to_fields(
     labels = values["label"]
     gaps = np.flatnonzero(labels.isin(MISSING)).tolist() if isinstance(labels, Column) else []
     if gaps:
-        rows = some([f"row {row + 1} ({labels[row]!r})" for row in gaps])
+        rows = join_first([f"row {row + 1} ({labels[row]!r})" for row in gaps])
         raise ValueError(
             f"{file}: column label has no value in {rows}. Fill it in, or rename a class of this "
             "name."
@@ -371,12 +373,12 @@ def _to_fields(
             # Other words stay, and Catalog reports them.
             flags = [_FLAGS.get(word.strip().lower(), word) for word in texts.distinct]
             values[name] = pack(flags[code] for code in texts.codes.tolist())
-    values.setdefault("split", coded(("all",), np.zeros(len(labels), np.int64)))
+    values.setdefault("split", dictionary_column(("all",), np.zeros(len(labels), np.int64)))
     unused = [name for name in names if name and name not in columns]
     return {
         **{FIELDS[name]: column for name, column in values.items()},
         "columns": {name: column for name, column in columns.items() if name not in ours},
-        "notes": (f"columns that are not used: {some(unused)}",) if unused else (),
+        "notes": (f"columns that are not used: {join_first(unused)}",) if unused else (),
     }
 
 

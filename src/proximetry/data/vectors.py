@@ -15,7 +15,7 @@ import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
 from proximetry._util.errors import UsageError
 from proximetry._util.files import read_json
-from proximetry._util.formatting import shorten, some
+from proximetry._util.formatting import join_first, shorten
 from proximetry.data import FIELDS
 from proximetry.data.catalog import Catalog
 from proximetry.data.tables import MISSING, decode
@@ -99,7 +99,7 @@ class VectorCatalog(Catalog):
         names = label_names(columns["labels"])
         missing = [str(row + 1) for row, label in enumerate(names) if label in MISSING]
         if missing:
-            raise UsageError(f"{source}: no label in row {some(missing)}. Fill it in.")
+            raise UsageError(f"{source}: no label in row {join_first(missing)}. Fill it in.")
         files = tuple(str(path) for path in columns.get("paths", ()))
         # The same image may have been embedded twice, or rows may have no name.
         if len(set(files)) == len(array):
@@ -195,7 +195,9 @@ def load_arrays(file: Path, *fields: str) -> dict[str, Any]:
             names = _names_of(arrays.files)
             for field in ("vectors", *({"labels"} & {*fields})):
                 if field not in names:
-                    raise UsageError(f"{file} has no array {field!r}; it has {some(arrays.files)}")
+                    raise UsageError(
+                        f"{file} has no array {field!r}; it has {join_first(arrays.files)}"
+                    )
             trouble = f"{file}: an array cannot be read"
             return {field: arrays[names[field]] for field in ("vectors", *fields) if field in names}
     except FileNotFoundError:
@@ -231,7 +233,7 @@ def _read_parquet(file: Path) -> tuple[Any, dict[str, Any]]:
         names = _names_of(present)
         for field, expected in (("vectors", COLUMN), ("labels", "label")):
             if field not in names:
-                raise UsageError(f"{file} has no column {expected!r}; it has {some(present)}")
+                raise UsageError(f"{file} has no column {expected!r}; it has {join_first(present)}")
         table = parquet.read_table(file, columns=[*names.values()])
         column = table[names.pop("vectors")].combine_chunks()
         sizes = {len(row) if row is not None else 0 for row in column}

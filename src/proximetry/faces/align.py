@@ -19,8 +19,8 @@ import numpy.typing as npt
 from PIL import Image
 
 from proximetry._util.errors import UsageError
-from proximetry._util.files import atomic_path, written_for
-from proximetry._util.formatting import some
+from proximetry._util.files import atomic_path, final_name
+from proximetry._util.formatting import join_first
 from proximetry._util.machine import cores
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
@@ -97,7 +97,7 @@ def align_folder(
     digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     settings = {"folder": str(source.resolve()), "size": size, "keep": keep}
     settings["detector"] = f"{file.name} ({digest})"
-    align = partial(_align_images, source, home, model, size, keep, ambiguous(paths, keep))
+    align = partial(_align_images, source, home, model, size, keep, ambiguous_paths(paths, keep))
     workers = min(cores(), MAX_WORKERS) + 1  # one more, while others wait for the disk
     with _open_journal(home, settings) as journal, ThreadPoolExecutor(workers) as pool:
         finished = _finished_images(journal, source, home, paths)
@@ -125,11 +125,11 @@ def _find_images(folder: Path, out: Path, log: Log) -> list[str]:
         )
     paths, others, skipped = files_below(folder)
     if not paths:
-        raise UsageError(f"{folder} contains no images, only {some(others) or 'nothing'}")
+        raise UsageError(f"{folder} contains no images, only {join_first(others) or 'nothing'}")
     if others:
-        log(f"{len(others)} files are not images: {some(others)}")
+        log(f"{len(others)} files are not images: {join_first(others)}")
     if skipped:
-        log(f"skipped in {folder}: {some(skipped)}")
+        log(f"skipped in {folder}: {join_first(skipped)}")
     return paths
 
 
@@ -147,7 +147,7 @@ def _is_aligned(folder: Path, paths: Sequence[str], size: Size) -> bool:
     return readable
 
 
-def ambiguous(paths: Sequence[str], keep: Keep) -> set[str]:
+def ambiguous_paths(paths: Sequence[str], keep: Keep) -> set[str]:
     """Return the images whose faces keep the image's extension in their name: "a.jpg.png".
 
     These differ from another image in their extension only, or still have an extension without it,
@@ -248,7 +248,7 @@ def _open_journal(home: Path, settings: dict[str, str]) -> Iterator[sqlite3.Conn
     names = sorted(path.name for path in home.iterdir()) if existing == home else []
     if names and JOURNAL not in names:
         raise UsageError(
-            f"{home} is not empty and was not written by `faces align`: {some(names, 3)}. "
+            f"{home} is not empty and was not written by `faces align`: {join_first(names, 3)}. "
             "Choose another folder."
         )
     home.mkdir(parents=True, exist_ok=True)
@@ -271,7 +271,7 @@ def _open_journal(home: Path, settings: dict[str, str]) -> Iterator[sqlite3.Conn
                     f"{home} was written with other settings: {', '.join(changes)}. Choose another "
                     "folder, or the same settings."
                 )
-            for leftover in filter(written_for, home.rglob(".*")):
+            for leftover in filter(final_name, home.rglob(".*")):
                 leftover.unlink(missing_ok=True)
             yield journal
         except sqlite3.Error as error:
@@ -298,7 +298,7 @@ def _finished_images(
     if missing := sorted((finished | stale.keys()).difference(paths)):
         raise UsageError(
             f"{home} has the faces of {len(missing)} images that are no longer in {folder}: "
-            f"{some(missing, 3)}. Restore them, or choose another output folder."
+            f"{join_first(missing, 3)}. Restore them, or choose another output folder."
         )
     for path, outputs in stale.items():
         for output in outputs:

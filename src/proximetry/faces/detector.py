@@ -14,7 +14,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from proximetry._util.errors import UsageError
-from proximetry._util.imports import need
+from proximetry._util.imports import import_optional
 from proximetry._util.tensors import chunks
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ LICENSE = "InsightFace, who trained it, offers its models for non-commercial res
 
 def open_session(file: Path, threads: int, device: "torch.device | None" = None) -> Any:
     """Open an ONNX file in onnxruntime, on a GPU if requested and possible."""
-    runtime = need("onnxruntime", "faces", "Running an ONNX file")
+    runtime = import_optional("onnxruntime", "faces", "Running an ONNX file")
     if not file.is_file():
         raise UsageError(f"there is no file {file}")
     providers = ["CPUExecutionProvider"]
@@ -103,7 +103,7 @@ class Detector:
         sides = [side if isinstance(side, int) else 0 for side in shape[2:]]  # 0: any
         valid = len(shape) == 4 and shape[1] == 3 and inputs[0].type == "tensor(float)"
         if not valid or sides.count(0) == 1 or any(side % STRIDES[-1] for side in sides):
-            raise self._error(f"it takes {described(inputs)}")
+            raise self._error(f"it takes {describe_tensors(inputs)}")
         self._name, self._size = inputs[0].name, tuple(sides) if all(sides) else None
         height, width = self._size or (2 * STRIDES[-1], 2 * STRIDES[-1])
         try:
@@ -117,7 +117,7 @@ class Detector:
         self._positions = [[shapes.get((count, row), -1) for row in ROWS] for count in anchors]
         scores, boxes, points = zip(*self._positions, strict=True)
         if min(*scores, *boxes) < 0:
-            raise self._error(f"it returns {described(self._session.get_outputs())}")
+            raise self._error(f"it returns {describe_tensors(self._session.get_outputs())}")
         if min(points) < 0:
             raise self._error("it returns no points; models with points have 'kps' in the name")
 
@@ -247,7 +247,7 @@ def _inputs(images: Sequence[Pixels], size: tuple[int, ...]) -> Floats:
     return inputs
 
 
-def described(values: Sequence[Any]) -> str:
+def describe_tensors(values: Sequence[Any]) -> str:
     """Describe the inputs or outputs of a network: names, shapes and types."""
     shapes = (f"{v.name} [{', '.join(map(str, v.shape))}] {v.type}" for v in values)
     return (", ".join(itertools.islice(shapes, 3)) or "nothing") + ", …" * (len(values) > 3)

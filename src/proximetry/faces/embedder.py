@@ -12,12 +12,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from proximetry._util.errors import UsageError, closest
+from proximetry._util.errors import UsageError, suggest
 from proximetry._util.files import read_text
 from proximetry._util.formatting import format_value
 from proximetry._util.machine import resolve_device
 from proximetry.data.images import ImageError, image_size
-from proximetry.faces.detector import described, open_session, reason_of
+from proximetry.faces.detector import describe_tensors, open_session, reason_of
 from proximetry.models import Preprocessing
 
 Array = np.ndarray[Any, Any]
@@ -118,7 +118,7 @@ def _open_onnx(path: Path, contract: str | None, device: torch.device) -> FaceEm
     one_image = len(inputs) == 1 and len(shape) == 4 and kind in _TYPES
     if not one_image or (isinstance(shape[1], int) and shape[1] != 3):
         raise UsageError(
-            f"{path} takes {described(inputs)}. Expected float images [batch, 3, height, width]"
+            f"{path} takes {describe_tensors(inputs)}. Use a network for float images [B, 3, H, W]"
         )
     description, origin = _read_contract(path, contract)
     output = description.output or (outputs[0] if len(outputs) == 1 else None)
@@ -170,7 +170,7 @@ def _read_contract(path: Path, contract: str | None) -> tuple[_Contract, str]:
         message = first["msg"].replace("Input should", "must")
         reason = f"{key} {message}, got {format_value(first['input'])}"
         if first["type"] == "extra_forbidden":
-            reason = f"unknown key {key!r}{closest(key, _Contract.model_fields)}"
+            reason = f"unknown key {key!r}{suggest(key, _Contract.model_fields)}"
         raise UsageError(f"{origin}: {reason.strip()}") from error
 
 

@@ -13,7 +13,7 @@ from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
 from proximetry.metrics import Identification, Verification
 from proximetry.metrics._search.embeddings import normalize
-from proximetry.metrics.distributed import gather_objects, together
+from proximetry.metrics.distributed import gather_objects, raise_on_all_ranks
 from proximetry.models.encoding import embed_images
 
 
@@ -64,7 +64,7 @@ class FaceEncoder:
             for rows, vectors in self.batches(files, progress):
                 sums.index_add_(0, owner[rows], normalize(vectors.double()))
 
-        together(add, self.group)
+        raise_on_all_ranks(add, self.group)
         if self.group is not None:
             # A single image is embedded by one process and adds to zeros.
             total = sums.to(self.embedder.device)
@@ -107,7 +107,7 @@ class FaceEncoder:
             batch_size=self.batch_size,
             concat_flip=self.concat_flip,
             on_error=skip,
-            blame=lambda: "its weights may be damaged, or its input settings wrong",
+            explain_nonfinite=lambda: "its weights may be damaged, or its input settings wrong",
         ):
             yield [mine[index] for index in indices], vectors
             done += len(indices)

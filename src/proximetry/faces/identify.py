@@ -17,7 +17,7 @@ from torch import Tensor
 from proximetry._util.charts import line_chart, step_points
 from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
-from proximetry._util.formatting import some, spaced
+from proximetry._util.formatting import format_int, join_first
 from proximetry._util.types import Progress
 from proximetry.data import open_dataset
 from proximetry.data.folders import images_below
@@ -76,7 +76,7 @@ def read_people(
     if distractors is not None:
         others, source = _read_distractors(Path(distractors), Path(probes)), str(distractors)
         if single:
-            names = some(catalog.labels[row] for row in single)
+            names = join_first(catalog.labels[row] for row in single)
             notes.append(f"{len(single)} people have one image and are not probes: {names}")
     elif single:
         others, source = [catalog.file(row) for row in single], f"people with one image in {probes}"
@@ -155,11 +155,11 @@ class PeopleIdentification:
         r = self.result
         rates = describe_rates(r, "too few pairs")
         lines = [
-            f"{spaced(self.probes)} probes of {spaced(self.people)} people, "
-            f"{spaced(len(r.ranks))} trials, {spaced(r.distractors)} distractors; cosine of "
-            f"{self.views}",
+            f"{format_int(self.probes)} probes of {format_int(self.people)} people, "
+            f"{format_int(len(r.ranks))} trials, {format_int(r.distractors)} distractors; "
+            f"cosine of {self.views}",
             ", ".join(f"rank-{k} {100 * rate:.2f} %" for k, rate in r.rates.items()),
-            f"TAR at FAR {rates} ({spaced(r.impostor_pairs)} pairs of different people)",
+            f"TAR at FAR {rates} ({format_int(r.impostor_pairs)} pairs of different people)",
         ]
         return with_notes(lines, self.skipped, "images", self.notes)
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, get_args
 
 from proximetry._util.errors import UsageError
 from proximetry._util.files import read_text
-from proximetry._util.formatting import some
+from proximetry._util.formatting import join_first
 from proximetry.data.datasets.readers import people_folder
 from proximetry.data.folders import EXTENSIONS, images_below, is_image
 from proximetry.faces import BadImages
@@ -144,7 +144,7 @@ def read_protocol(
         bad = _describe_skipped(pairs, missing)
         raise ValueError(
             f"{source}: {len(bad)} of {len(pairs)} pairs cannot be compared with the images in "
-            f"{root} ({some(bad, 3)}). Skip such pairs with --bad-images skip."
+            f"{root} ({join_first(bad, 3)}). Skip such pairs with --bad-images skip."
         )
     return PairProtocol(str(source), kind, pairs, templates)._skip(missing)
 

@@ -33,7 +33,7 @@ class GraphedInference:
     def __call__(self, batch: Tensor) -> Tensor:
         """Return the network's result; the first call records the graph."""
         if self._graph is None and not self._failed:
-            self._failed = not _recorded(self._record, batch, self._on_failure)
+            self._failed = not _try_record(self._record, batch, self._on_failure)
         if self._failed or batch.shape != self._input.shape:
             return self._network(batch)
         self._input.copy_(batch)
@@ -66,7 +66,7 @@ class GraphedNetwork(nn.Module):
 
     def forward(self, batch: Tensor) -> Tensor:
         """Return the network's result; the first call records the graphs."""
-        if self._graph is None and not _recorded(self._record, batch, self._on_failure):
+        if self._graph is None and not _try_record(self._record, batch, self._on_failure):
             self._graph = self.network
         network = self._graph if batch.shape == self._shape else self.network
         assert network is not None
@@ -90,7 +90,7 @@ class GraphedNetwork(nn.Module):
         self._shape = batch.shape
 
 
-def _recorded(record: Callable[[Tensor], None], batch: Tensor, on_failure: Report | None) -> bool:
+def _try_record(record: Callable[[Tensor], None], batch: Tensor, on_failure: Report | None) -> bool:
     """Record a graph; return whether that succeeded, and report a failure."""
     try:
         record(batch)

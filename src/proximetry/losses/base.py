@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from proximetry._util.errors import closest
+from proximetry._util.errors import suggest
 from proximetry._util.labels import as_labels
 from proximetry._util.tensors import l2_normalize
 from proximetry.losses.dense import (
@@ -25,7 +25,7 @@ from proximetry.losses.form import LossForm, Parts, Problem
 from proximetry.losses.proxies import Init, Proxies
 from proximetry.losses.settings import (
     LOSS_SETTINGS,
-    Declared,
+    ConfigurableModule,
     check_settings,
     count,
     one_of,
@@ -52,7 +52,7 @@ LOSSES: dict[str, "type[ProxyLoss]"] = {}
 """Every proxy loss by its name in recipes and on the command line."""
 
 
-class ProxyLoss(Declared):
+class ProxyLoss(ConfigurableModule):
     """A form, settings and proxies. Subclasses add the logits; a ``name`` registers them.
 
     Settings may be changed between steps; a bad value raises on assignment, not steps later.
@@ -216,7 +216,7 @@ class ProxyLoss(Declared):
 def create(name: str, num_classes: int, dim: int, **settings: Any) -> ProxyLoss:
     """Return a proxy loss by name; raise ValueError for unknown names, settings and values."""
     if name not in LOSSES:
-        raise ValueError(f"unknown loss {name!r}{closest(name, LOSSES)}")
+        raise ValueError(f"unknown loss {name!r}{suggest(name, LOSSES)}")
     check_settings(name, settings)
     return LOSSES[name](num_classes, dim, **settings)
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from proximetry._util.errors import closest
+from proximetry._util.errors import suggest
 from proximetry._util.formatting import format_value
-from proximetry._util.imports import need
+from proximetry._util.imports import import_optional
 from proximetry._util.tensors import rescale
 from proximetry.losses.base import IGNORED, Labels, check_labels
 from proximetry.losses.settings import (
@@ -155,7 +155,7 @@ class PairLoss(FullPrecision):
             raise ValueError(f"miner must be a miner object, got {format_value(miner)}")
         if not isinstance(loss, nn.Module) and loss not in PAIR_LOSSES:
             raise ValueError(
-                f"pair loss unknown: {format_value(loss)}{closest(str(loss), PAIR_LOSSES)}. Pass "
+                f"pair loss unknown: {format_value(loss)}{suggest(str(loss), PAIR_LOSSES)}. Pass "
                 "other losses of pytorch-metric-learning as objects."
             )
         if hasattr(loss, "embedding_memory"):
@@ -165,8 +165,8 @@ class PairLoss(FullPrecision):
             if dim is None:
                 raise ValueError("cross-batch memory needs dim, the embedding dimension")
         for name in ("losses", "miners", "distances"):
-            need(f"pytorch_metric_learning.{name}", "pairs", "a pair loss")
-        pml = need("pytorch_metric_learning", "pairs", "a pair loss")
+            import_optional(f"pytorch_metric_learning.{name}", "pairs", "a pair loss")
+        pml = import_optional("pytorch_metric_learning", "pairs", "a pair loss")
         if isinstance(loss, nn.Module):
             self.loss: nn.Module = loss
             self.miner = miner

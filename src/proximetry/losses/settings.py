@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 
 from torch import Tensor, nn
 
-from proximetry._util.errors import UsageError, closest, is_whole
+from proximetry._util.errors import UsageError, is_integer, suggest
 from proximetry._util.formatting import format_value
 
 #: Larger settings, or positive ones below its inverse, overflow float32 in a loss.
@@ -60,7 +60,7 @@ non_negative = number("float ≥ 0", 0.0, LARGEST, f"from 0 to {LARGEST:g}")
 cosine_margin = number("−2 ≤ float ≤ 2", -2.0, 2.0, "between -2 and 2, as cosines differ")
 fraction = number("0 ≤ float ≤ 1", 0.0, 1.0, "between 0 and 1")
 angle = number("0 ≤ float < π", 0.0, math.nextafter(math.pi, 0.0), "an angle in radians below π")
-count = Check("int ≥ 1", "a whole number of at least 1", is_whole, int)
+count = Check("int ≥ 1", "a whole number of at least 1", is_integer, int)
 boolean = Check("bool", "true or false", lambda value: isinstance(value, bool), bool)
 
 
@@ -91,7 +91,7 @@ class Setting:
     kw_only: bool = False
     alias: str | None = None
     """The public name, if the class has a property of that name over this attribute."""
-    fixed: bool = False
+    is_constant: bool = False
     """Whether it cannot be changed after construction."""
 
 
@@ -111,7 +111,7 @@ LOSS_SETTINGS: dict[str, dict[str, Setting]] = {}
 def loss_settings(name: str) -> dict[str, Setting]:
     """Return the settings of a loss by name: a proxy loss or ``"pairs/<name>"``."""
     if name not in LOSS_SETTINGS:
-        raise UsageError(f"unknown loss {format_value(name)}{closest(name, LOSS_SETTINGS)}")
+        raise UsageError(f"unknown loss {format_value(name)}{suggest(name, LOSS_SETTINGS)}")
     return LOSS_SETTINGS[name]
 
 
@@ -133,7 +133,7 @@ def check_all(
 def _unknown(owner: str, name: str, known: Mapping[str, Setting]) -> str:
     if not known:
         return f"{owner} takes no settings, got {name!r}"
-    return f"{owner} has no setting {name!r}{closest(name, known)}"
+    return f"{owner} has no setting {name!r}{suggest(name, known)}"
 
 
 class FullPrecision(nn.Module):
@@ -154,7 +154,7 @@ class FullPrecision(nn.Module):
 
 
 @dataclass_transform(eq_default=False, field_specifiers=(setting,))
-class Declared(FullPrecision):
+class ConfigurableModule(FullPrecision):
     """A module whose constructor is generated from the settings that its class declares.
 
     Subclasses inherit settings; a redeclared setting keeps its position.
@@ -176,7 +176,7 @@ class Declared(FullPrecision):
             delattr(cls, attribute)
             name = declared.alias or attribute
             annotation = annotations.get(attribute, REQUIRED)
-            cls._arguments[name] = replace(declared, fixed="InitVar[" in str(annotation))
+            cls._arguments[name] = replace(declared, is_constant="InitVar[" in str(annotation))
             parameters[name] = Parameter(
                 name,
                 Parameter.KEYWORD_ONLY if declared.kw_only else Parameter.POSITIONAL_OR_KEYWORD,
@@ -199,7 +199,7 @@ class Declared(FullPrecision):
         arguments = check_all(owner, self._arguments, bound.arguments)
         self.build(arguments)
         for name, value in arguments.items():
-            if not self._arguments[name].fixed:
+            if not self._arguments[name].is_constant:
                 setattr(self, name, value)
 
     def build(self, arguments: dict[str, Any]) -> None:
@@ -213,13 +213,13 @@ class Declared(FullPrecision):
 
     def extra_repr(self) -> str:
         """Settings, for ``print(loss)``."""
-        free = [name for name, one in self.settings().items() if not one.fixed]
+        free = [name for name, one in self.settings().items() if not one.is_constant]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in free)
 
     def __setattr__(self, name: str, value: Any) -> None:
         declared = self._arguments.get(name)
         if declared is not None:
-            if declared.fixed:
+            if declared.is_constant:
                 raise AttributeError(f"{name} cannot be changed after the loss is made")
             value = declared.check(name, value)
         elif name in self.optional_settings:

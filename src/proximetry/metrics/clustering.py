@@ -23,7 +23,7 @@ from proximetry.metrics._search.embeddings import (
     as_vectors,
     encode,
     full_precision,
-    middle,
+    sampled_median,
     tiles,
 )
 from proximetry.metrics.scores import CLUSTERING
@@ -209,7 +209,7 @@ def kmeans(
         raise ValueError(
             f"clusters must be at most the number of rows: {clusters} > {len(vectors)}"
         )
-    origin = middle(vectors)
+    origin = sampled_median(vectors)
     rows = vectors - origin  # an offset would cost digits
     with full_precision(rows.device):
         centers = _initial_centers(rows, clusters, torch.Generator().manual_seed(seed))

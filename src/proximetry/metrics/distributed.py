@@ -25,7 +25,7 @@ def gather_sets(
     """
     if group is None:
         return check(), slice(None)
-    sets = together(check, group)
+    sets = raise_on_all_ranks(check, group)
     vectors = sets[0].vectors
     shapes = gather_objects(
         f"{vectors.shape[1]} dimensions, {vectors.dtype}, "
@@ -49,7 +49,7 @@ def gather_sets(
     return joined, slice(sum(counts[:rank]), sum(counts[: rank + 1]))
 
 
-def together(task: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+def raise_on_all_ranks(task: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Run a task on every rank; raise on all ranks if any rank raises a ValueError."""
     if group is None:
         return task()

@@ -22,7 +22,13 @@ from proximetry.metrics._search.neighbors import search
 from proximetry.metrics._search.task import NEVER, Task, build_task, check_inputs, first_hits
 from proximetry.metrics.clustering import cluster
 from proximetry.metrics.distributed import gather_objects, gather_sets
-from proximetry.metrics.intervals import Bounds, Interval, difference_bounds, mean_bounds, resample
+from proximetry.metrics.intervals import (
+    Bounds,
+    Interval,
+    bootstrap_means,
+    difference_bounds,
+    mean_bounds,
+)
 from proximetry.metrics.pair_lists import verify_classes
 from proximetry.metrics.reranking import (
     RERANKED,
@@ -192,7 +198,7 @@ class Evaluation(Mapping[str, float]):
         if len(counts) < 2 or not scores:
             return {}
         sums = [np.bincount(groups, weights=values[self.scored]) for values in scores.values()]
-        means, errors = resample(np.stack(sums, axis=1), counts, samples, seed)
+        means, errors = bootstrap_means(np.stack(sums, axis=1), counts, samples, seed)
         low, high = bounds(means, errors, len(counts), confidence)
         rows = np.stack([means, low, high], axis=1).tolist()
         return {name: Interval(*row) for name, row in zip(scores, rows, strict=True)}

@@ -28,7 +28,7 @@ from proximetry.metrics._search.embeddings import (
     full_precision,
 )
 from proximetry.metrics._search.task import Items, check_inputs, project
-from proximetry.metrics.distributed import gather_objects, together
+from proximetry.metrics.distributed import gather_objects, raise_on_all_ranks
 from proximetry.metrics.verification import allowed_accepts
 
 # Probes and distractors of one tile of similarities.
@@ -136,7 +136,7 @@ def identify(
         tiles = trials.gallery_tiles(group) if distractors is None else trials.tiles(distractors)
         report = None if progress is None else lambda done: progress(done, total)
         compare = partial(trials.compare, tiles, limit if far else -1, report)
-        outranked, accepted, distractor_count, impostors = together(compare, group)
+        outranked, accepted, distractor_count, impostors = raise_on_all_ranks(compare, group)
     if group is not None:
         shares = gather_objects((distractor_count, impostors), group)
         distractor_count, impostors = (sum(share) for share in zip(*shares, strict=True))

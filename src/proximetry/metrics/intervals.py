@@ -28,7 +28,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def resample(
+def bootstrap_means(
     sums: FloatArray, counts: IntArray, samples: int, seed: int
 ) -> tuple[FloatArray, FloatArray]:
     """Return the means of scores and their standard errors, by bootstrap over groups.

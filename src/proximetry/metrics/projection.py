@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._util.imports import need
+from proximetry._util.imports import import_optional
 from proximetry._util.machine import cores
 from proximetry.metrics._search.embeddings import (
     Embeddings,
@@ -49,7 +49,7 @@ def map_embeddings(
     components = _principal_components(vectors.double(), _DIM)
     if len(vectors) < _FEWEST or not bool(components.any()):
         return _fit_square(components[:, :2].numpy())
-    tsne = need("openTSNE", "map", "A map of embeddings").TSNE(
+    tsne = import_optional("openTSNE", "map", "A map of embeddings").TSNE(
         perplexity=min(_PERPLEXITY, (len(vectors) - 1) / 3),
         initialization="pca",
         random_state=seed,

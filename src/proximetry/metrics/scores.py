@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from proximetry._util.errors import UsageError, is_whole
+from proximetry._util.errors import UsageError, is_integer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ COUNTS = ("queries", "queries_without_positive")
 
 
 @dataclass(frozen=True)
-class Lists:
+class RankedLists:
     """Ranked lists of some queries, and the running sums that formulas share.
 
     Lists may end early: what is missing is no hit.
@@ -82,7 +82,7 @@ class Score(NamedTuple):
     name: str
     field: str
     reads: Literal["first", "k", "R"]
-    formula: Callable[[Lists, int], Tensor]
+    formula: Callable[[RankedLists, int], Tensor]
     k: int = 0
 
 
@@ -105,7 +105,7 @@ def _cutoffs(values: Any, name: str) -> tuple[int, ...]:
     several = isinstance(values, Iterable) and not isinstance(values, str)
     numbers = tuple(values) if several else (values,)
     for number in numbers:
-        if not is_whole(number) or number > _LARGEST_CUTOFF:
+        if not is_integer(number) or number > _LARGEST_CUTOFF:
             limits = f"from 1 to {_LARGEST_CUTOFF}"
             raise UsageError(f"{name} must hold whole numbers {limits}, got {number!r}")
     return tuple(sorted({int(number) for number in numbers}))
@@ -197,7 +197,7 @@ def score_lists(
     hits: Tensor, positives: Tensor, ranks: Tensor, metrics: Metrics
 ) -> dict[str, Tensor]:
     """Compute the scores in float64; queries without a positive get NaN everywhere."""
-    lists = Lists(hits.double(), positives, ranks)
+    lists = RankedLists(hits.double(), positives, ranks)
     without = positives <= 0
     return {
         score.name: score.formula(lists, score.k).masked_fill(without, math.nan)

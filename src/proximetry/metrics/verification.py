@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from proximetry._util.formatting import some
+from proximetry._util.formatting import join_first
 from proximetry._util.labels import Labels, as_array, as_labels
 from proximetry._util.types import FloatArray, IntArray
 from proximetry.metrics._search.embeddings import encode
@@ -141,7 +141,7 @@ def _checked(similarities: Values, same: Truth) -> tuple[FloatArray, npt.NDArray
     if truth.dtype.kind not in "biu" or not np.isin(truth, (0, 1)).all():
         raise ValueError("same must be True or False (1 or 0) for every pair")
     if not np.isfinite(values).all():
-        rows = some(map(str, np.flatnonzero(~np.isfinite(values))))
+        rows = join_first(map(str, np.flatnonzero(~np.isfinite(values))))
         raise ValueError(f"similarities has NaN or infinite values in rows {rows}")
     truth = truth.astype(np.bool_)
     if truth.all() or not truth.any():

@@ -9,7 +9,7 @@ from proximetry._util.imports import lazy_exports
 
 if TYPE_CHECKING:
     from proximetry.models.architecture import Architecture
-    from proximetry.models.backbones import evaluating, freeze_batchnorm, list_backbones
+    from proximetry.models.backbones import evaluation_mode, freeze_batchnorm, list_backbones
     from proximetry.models.embedder import Embedder
     from proximetry.models.pooling import GeM
     from proximetry.models.preprocessing import Preprocessing, Tensors
@@ -23,7 +23,7 @@ __all__ = [
     "Tensors",
     "WeightsError",
     "WeightsRecord",
-    "evaluating",
+    "evaluation_mode",
     "freeze_batchnorm",
     "list_backbones",
 ]
@@ -32,7 +32,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "architecture": ("Architecture",),
-        "backbones": ("evaluating", "freeze_batchnorm", "list_backbones"),
+        "backbones": ("evaluation_mode", "freeze_batchnorm", "list_backbones"),
         "embedder": ("Embedder",),
         "pooling": ("GeM",),
         "preprocessing": ("Preprocessing", "Tensors"),

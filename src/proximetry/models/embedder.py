@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from proximetry import __version__
-from proximetry._util.errors import UsageError, is_whole
-from proximetry._util.formatting import format_value, shorten, some
+from proximetry._util.errors import UsageError, is_integer
+from proximetry._util.formatting import format_value, join_first, shorten
 from proximetry._util.machine import preserve_rng_state
 from proximetry._util.tensors import binary_codes, l2_normalize
 from proximetry.models.architecture import Architecture
@@ -29,7 +29,7 @@ from proximetry.models.backbones import (
     build,
     check_patches,
     class_and_patches,
-    evaluating,
+    evaluation_mode,
     load_timm,
     prepare,
 )
@@ -164,7 +164,7 @@ class Embedder(nn.Module):
         sizes = {"dim": (dim if bits is None else bits) or None, "image_size": image_size}
         sizes |= {"resize": resize, "input_dim": input_dim}
         for key, value in sizes.items():
-            if value is not None and not is_whole(value):
+            if value is not None and not is_integer(value):
                 raise ValueError(f"{key} must be an integer of at least 1, got {value!r}")
         dim, side, resize, input_dim = (v if v is None else int(v) for v in sizes.values())
         architecture = Architecture(
@@ -195,7 +195,7 @@ class Embedder(nn.Module):
         if embedder._dropped and embedder.architecture.pooling not in ("pre-logits", "token"):
             layers = dict.fromkeys(name.rpartition(".")[0] or name for name in embedder._dropped)
             warnings.warn(
-                f"pooling {pooling!r} drops layers of {backbone}: {some(list(layers))}. "
+                f"pooling {pooling!r} drops layers of {backbone}: {join_first(list(layers))}. "
                 "pooling='auto' keeps them.",
                 stacklevel=3,
             )
@@ -262,7 +262,10 @@ class Embedder(nn.Module):
         pooled = self._pooled(batch)
         if self.training:
             return pooled
-        views = [batch, *(_zoomed(batch, fraction) for fraction in self.architecture.tta_crops)]
+        views = [
+            batch,
+            *(_center_zoom(batch, fraction) for fraction in self.architecture.tta_crops),
+        ]
         if self.architecture.flip_tta:
             views += [view.flip(3) for view in views]
         for view in views[1:]:
@@ -349,7 +352,7 @@ class Embedder(nn.Module):
             raise ValueError(f"concat_flip is for images; this embedder takes {self.preprocessing}")
         if concat_flip and self.architecture.flip_tta:
             raise ValueError("concat_flip has no effect with flip_tta")
-        if not is_whole(batch_size):
+        if not is_integer(batch_size):
             raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
         results = [torch.empty(0, self.dim * (2 if concat_flip else 1))]
         done = reported = 0
@@ -368,7 +371,7 @@ class Embedder(nn.Module):
             batch_size=batch_size,
             concat_flip=concat_flip,
             on_error=on_error and skip,
-            blame=lambda: why_not_finite(self),
+            explain_nonfinite=lambda: why_not_finite(self),
         ):
             results.append(vectors)
             done += len(indices)
@@ -551,11 +554,11 @@ def extract_features(embedder: Embedder, batch: Tensor, stage: Stage = "pixels")
     if batch.ndim == 4:
         # One memory format: equal pixels give bit-equal features.
         batch = batch.contiguous(memory_format=torch.channels_last)
-    with evaluating(embedder):
+    with evaluation_mode(embedder):
         return embedder.features(batch, stage)
 
 
-def _zoomed(pixels: Tensor, fraction: float) -> Tensor:
+def _center_zoom(pixels: Tensor, fraction: float) -> Tensor:
     """Crop the center of pixels [B, 3, H, W] to a fraction of the sides and enlarge it again."""
     sides = pixels.shape[2:]
     # Equal margins: cropping commutes with flipping.
@@ -593,7 +596,7 @@ def _probe_custom(module: nn.Module, preprocessing: Input) -> int:
     batch = preprocessing.normalize(sample).to(device)
     call = f"{type(module).__name__}, given {list(batch.shape)} float32"
     try:
-        with evaluating(module), preserve_rng_state():
+        with evaluation_mode(module), preserve_rng_state():
             output = module(batch)
     except Exception as error:  # of a custom network
         reason = shorten(" ".join(str(error).split()), 300)
@@ -622,5 +625,5 @@ def why_not_finite(embedder: Embedder) -> str:
         if value.is_floating_point() and not torch.isfinite(value).all()
     ]
     if bad:
-        return f"so have its weights {some(bad)}. Train again with a smaller learning rate."
+        return f"so have its weights {join_first(bad)}. Train again with a smaller learning rate."
     return "its weights are finite, so an activation overflows or the input is not finite."

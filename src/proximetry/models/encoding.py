@@ -26,12 +26,12 @@ def embed_images(
     batch_size: int,
     concat_flip: bool,
     on_error: OnError | None,
-    blame: Callable[[], str],
+    explain_nonfinite: Callable[[], str],
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Yield indices of images and their vectors on the CPU; arguments as in `Embedder.encode`.
 
-    `embed` maps uint8 [B, 3, H, W] to vectors [B, dim] on `device`; `blame` explains vectors that
-    are not finite, in a ValueError.
+    `embed` maps uint8 [B, 3, H, W] to vectors [B, dim] on `device`; `explain_nonfinite` returns
+    the cause of NaN or infinite values, for a ValueError.
     """
     for names, pixels in _batches(images, preprocessing, batch_size, on_error):
         pixels = pixels.to(device)
@@ -40,7 +40,8 @@ def embed_images(
         finite = torch.isfinite(vectors).all(1).tolist()
         if not all(finite):
             name = list(names.values())[finite.index(False)]
-            raise ValueError(f"the embedding of {name} has NaN or infinite values: {blame()}")
+            reason = explain_nonfinite()
+            raise ValueError(f"the embedding of {name} has NaN or infinite values: {reason}")
         yield list(names), vectors
 
 

@@ -26,7 +26,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from proximetry import __version__
 from proximetry._util.errors import UsageError
-from proximetry._util.formatting import format_value, shorten, spaced
+from proximetry._util.formatting import format_int, format_value, shorten
 from proximetry.models import weights
 from proximetry.models.embedder import Embedder, versions
 from proximetry.models.storage import (
@@ -70,7 +70,7 @@ def push(embedder: Embedder, repo_id: str, license: str | None, private: bool) -
     if get_token() is None:
         raise UsageError(f"no token of the hub for a push to {repo_id}. {_LOGIN}")
     api = HfApi(library_name="proximetry", library_version=__version__)
-    with TemporaryDirectory() as temporary, _explained(repo_id):
+    with TemporaryDirectory() as temporary, _translate_errors(repo_id):
         folder = embedder.save(temporary)
         card = make_card(embedder, repo_id, license).encode()
         address = api.create_repo(repo_id, private=private, exist_ok=True)
@@ -96,7 +96,7 @@ def push(embedder: Embedder, repo_id: str, license: str | None, private: bool) -
 
 def download(repo_id: str, revision: str | None) -> Path:
     """Return a folder with the embedder of a repository; uses the cache if the hub is offline."""
-    with _explained(repo_id):
+    with _translate_errors(repo_id):
         description = weights.download(repo_id, DESCRIPTION, revision, LARGEST_DESCRIPTION)
         folder = description.parent  # snapshots/<commit>
         name, size = named_weights(read_description(folder), description)
@@ -105,7 +105,7 @@ def download(repo_id: str, revision: str | None) -> Path:
 
 
 @contextmanager
-def _explained(repo_id: str) -> Iterator[None]:
+def _translate_errors(repo_id: str) -> Iterator[None]:
     """Check the name of a repository; turn errors of the hub's client into short messages."""
     if not isinstance(repo_id, str) or not _NAME.fullmatch(repo_id):
         raise UsageError(f"repo_id must be owner/name, got {format_value(repo_id)}")
@@ -172,7 +172,7 @@ def make_card(embedder: Embedder, repo_id: str, license: str | None) -> str:
     }
     what = "images" if embedder.takes_images else str(pixels)
     classes, bits = embedder.class_names, embedder.bits
-    trained = f", trained on {spaced(len(classes))} classes" if classes else ""
+    trained = f", trained on {format_int(len(classes))} classes" if classes else ""
     codes = f" Its signs are {bits}-bit codes for Hamming distance." if bits else ""
     return f"""---
 {front.to_yaml()}

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from proximetry._util.errors import UsageError
-from proximetry._util.imports import need
+from proximetry._util.imports import import_optional
 from proximetry._util.machine import preserve_rng_state
-from proximetry.models.backbones import build, evaluating
+from proximetry.models.backbones import build, evaluation_mode
 from proximetry.models.embedder import Embedder
 
 
@@ -21,7 +21,7 @@ def add_lora(embedder: Embedder, rank: int, alpha: float | None = None) -> Embed
 
     Updates start at zero and are scaled by alpha / rank, by default 1. Returns the embedder.
     """
-    peft = need("peft", "lora", "LoRA")
+    peft = import_optional("peft", "lora", "LoRA")
     part: Any
     for part in embedder.backbone.modules():
         if hasattr(part, "qkv_bias_separate"):
@@ -76,7 +76,7 @@ def _linear_layers(embedder: Embedder) -> list[str]:
     try:
         if hooks:
             pixels = next(embedder.parameters()).new_zeros(1, 3, *embedder.preprocessing.crop)
-            with evaluating(embedder):
+            with evaluation_mode(embedder):
                 embedder.features(pixels)
     finally:
         for hook in hooks:

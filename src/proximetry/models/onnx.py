@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write, check_writable
-from proximetry._util.imports import need
-from proximetry.models.backbones import evaluating
+from proximetry._util.imports import import_optional
+from proximetry.models.backbones import evaluation_mode
 from proximetry.models.embedder import Embedder, versions, why_not_finite
 
 TOLERANCE = 1e-4  # largest difference to torch, relative to the largest value
@@ -35,7 +35,8 @@ class _FromPixels(nn.Module):
 def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
     """Export to a file if onnxruntime agrees with torch."""
     onnx, onnxruntime, _ = (
-        need(package, "onnx", "ONNX export") for package in ("onnx", "onnxruntime", "onnxscript")
+        import_optional(package, "onnx", "ONNX export")
+        for package in ("onnx", "onnxruntime", "onnxscript")
     )
     check_writable(path)
     newest = onnx.defs.onnx_opset_version()
@@ -46,7 +47,7 @@ def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
     network = _FromPixels(embedder)
     device = next((value.device for value in embedder.parameters()), "cpu")
     sample = embedder.preprocessing.sample(3, torch.Generator().manual_seed(0)).to(device)
-    with evaluating(network):
+    with evaluation_mode(network):
         with torch.inference_mode():
             expected = network(sample).cpu()
         if not torch.isfinite(expected).all():

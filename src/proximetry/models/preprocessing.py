@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry._util.formatting import format_value, some
+from proximetry._util.formatting import format_value, join_first
 from proximetry.data.images import (
     MAX_PIXELS,
     Interpolation,
@@ -182,7 +182,7 @@ class Preprocessing:
         """Create from the result of `dataclasses.asdict`, also read from JSON."""
         wrong = sorted(set(values) ^ {field.name for field in fields(cls)})
         if wrong:
-            raise ValueError(f"preprocessing has missing or unknown keys: {some(wrong)}")
+            raise ValueError(f"preprocessing has missing or unknown keys: {join_first(wrong)}")
         return cls(**values)
 
 

@@ -18,8 +18,14 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from proximetry._util.errors import UsageError
-from proximetry._util.files import atomic_write, check_format, read_json, sealed_json, written_for
-from proximetry._util.formatting import some
+from proximetry._util.files import (
+    atomic_write,
+    check_format,
+    final_name,
+    json_with_checksum,
+    read_json,
+)
+from proximetry._util.formatting import join_first
 
 FORMAT = "proximetry embedder"
 VERSION = 1
@@ -34,7 +40,7 @@ _OURS = re.compile(r"embedder(\.json|-[0-9a-f]{16}\.safetensors)")
 
 def is_embedder_file(path: Path) -> bool:
     """Whether a save wrote this file, also one that was killed."""
-    return _OURS.fullmatch(written_for(path) or path.name) is not None
+    return _OURS.fullmatch(final_name(path) or path.name) is not None
 
 
 def find_embedder(folder: Path) -> Path:
@@ -55,8 +61,8 @@ def write_embedder(
             read_description(folder)
     except ValueError as error:
         raise ValueError(
-            f"{folder} contains other files ({some(sorted(foreign), 3)}) and no embedder. Use a "
-            "new or empty folder."
+            f"{folder} contains other files ({join_first(sorted(foreign), 3)}) and no embedder. "
+            "Use a new or empty folder."
         ) from error
     # safetensors rejects tensors that share memory or are channels-last.
     dense = torch.contiguous_format
@@ -72,7 +78,7 @@ def write_embedder(
         "tensors": {"file": file, "sha256": digest, "bytes": len(weights)},
     }
     try:
-        text = sealed_json(content, _plain)
+        text = json_with_checksum(content, _plain)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"metrics, recipe and class_names must be plain values: {error}"

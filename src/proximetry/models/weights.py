@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from proximetry._util.errors import UsageError
-from proximetry._util.formatting import readable_size, shorten, some
+from proximetry._util.formatting import join_first, readable_size, shorten
 from proximetry._util.imports import install_hint
 from proximetry.models.backbones import load_timm
 from proximetry.models.preprocessing import Preprocessing
@@ -227,8 +227,8 @@ def _load(
             problems.append(f"{key} is {list(tensor.shape)}, expected {list(target.shape)}")
     skipped = sorted(tensors.keys() - state.keys())
     if problems:
-        unused = f". Unused: {some(skipped, 4)}" if skipped else ""
-        raise WeightsError(f"{path} does not fit {name}: {some(problems, 8)}{unused}")
+        unused = f". Unused: {join_first(skipped, 4)}" if skipped else ""
+        raise WeightsError(f"{path} does not fit {name}: {join_first(problems, 8)}{unused}")
     model.load_state_dict(loaded, strict=False)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,8 +1,8 @@
 """Recipes: every setting of a run, validated; imports neither torch nor numpy."""
 
-from proximetry._util.imports import need
+from proximetry._util.imports import import_optional
 
-need("pydantic", "train", "proximetry.recipe")
+import_optional("pydantic", "train", "proximetry.recipe")
 
 from proximetry.recipe.loading import RecipeError, shipped_recipes  # noqa: E402
 from proximetry.recipe.schema import Recipe  # noqa: E402

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from proximetry._util.files import DISK_SHARE, MAX_CACHE_BYTES
-from proximetry._util.formatting import readable_size, spaced
+from proximetry._util.formatting import format_int, readable_size
 from proximetry.recipe.loading import flatten
 from proximetry.recipe.schema import AUTO, Recipe
 
@@ -95,7 +95,7 @@ def choose(
     epochs, lines = training.epochs, [f"on {device.name}: {source}, {precision}{note}"]
     if epochs == AUTO:
         epochs = choose_epochs(images, recipe.data.batch_size, device.cuda)
-        lines.append(f"{epochs} epochs, by the number of training images ({spaced(images)})")
+        lines.append(f"{epochs} epochs, by the number of training images ({format_int(images)})")
     if epochs <= recipe.schedule.freeze_backbone_epochs:
         lines.append(
             f"warning: the backbone is frozen for all epochs: {epochs}. Train longer, or lower "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
 
-from proximetry._util.errors import UsageError, closest
+from proximetry._util.errors import UsageError, suggest
 from proximetry._util.files import read_text
 from proximetry._util.formatting import format_value, shorten
 from proximetry.models.constants import LARGEST_BITS
@@ -97,7 +97,7 @@ def find_file(source: str | Path, shipped: Mapping[str, Path], kind: str, comman
     path = Path(source) if isfile(source) else shipped.get(str(source))
     if path is None:
         raise RecipeError(
-            f"no {kind} {format_value(str(source))}{closest(str(source), shipped)} "
+            f"no {kind} {format_value(str(source))}{suggest(str(source), shipped)} "
             f"`proximetry {command}` lists the shipped ones"
         )
     return path
@@ -239,10 +239,10 @@ def validation_message(error: ValidationError, model: type[BaseModel]) -> str:
             return f"{where} is missing"
         case "extra_forbidden" | "unexpected_keyword_argument":
             section, _, key = where.rpartition(".")
-            return f"unknown key {format_value(where)}{closest(key, _known_keys(model, section))}"
+            return f"unknown key {format_value(where)}{suggest(key, _known_keys(model, section))}"
         case "literal_error":
             allowed = re.findall(r"'([^']+)'", context["expected"])
-            near = closest(value if isinstance(value, str) else "", allowed)
+            near = suggest(value if isinstance(value, str) else "", allowed)
             return f"{where} is {format_value(value)}{near}"
         case "value_error":  # raised by a validator of ours
             reason = str(context["error"])

@@ -24,9 +24,9 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from proximetry._util.errors import closest
+from proximetry._util.errors import suggest
 from proximetry._util.files import atomic_write
-from proximetry._util.formatting import format_value, shorten, some
+from proximetry._util.formatting import format_value, join_first, shorten
 from proximetry.data import FIELDS
 from proximetry.data.datasets import list_datasets
 from proximetry.metrics.scores import COUNTS, Metrics
@@ -155,11 +155,11 @@ class DataConfig(Section):
         known, (low, high), (narrow, wide) = list_datasets(), self.crop_scale, self.crop_ratio
         if self.dataset not in known and not self.dataset.startswith(CUSTOM):
             raise ValueError(
-                f"dataset is {format_value(self.dataset)}{closest(self.dataset, known)}"
+                f"dataset is {format_value(self.dataset)}{suggest(self.dataset, known)}"
             )
         for name in self.columns:
             if name not in FIELDS:
-                raise ValueError(f"columns has no {format_value(name)}{closest(name, FIELDS)}")
+                raise ValueError(f"columns has no {format_value(name)}{suggest(name, FIELDS)}")
         if not 0 < low <= high <= 1:
             raise ValueError(f"crop_scale must rise within 0 and 1, got {[low, high]}")
         if not 0 < narrow <= wide:
@@ -433,7 +433,7 @@ class Recipe(Section):
         if evaluation.select_by not in computed:
             raise ValueError(
                 f"evaluation.select_by {format_value(evaluation.select_by)} is not computed; "
-                f"choose one of {some(computed, 12)}"
+                f"choose one of {join_first(computed, 12)}"
             )
         if list(at) != sorted(set(at)):
             raise ValueError(f"schedule.at must rise, got {format_value(list(at))}")
@@ -478,7 +478,7 @@ class Recipe(Section):
         unchanged = self.model_dump(mode="json", exclude_unset=True, warnings=False)
         return Recipe.load(unchanged, changes)
 
-    def evaluated_every(self, watched: bool) -> int:
+    def evaluation_interval(self, watched: bool) -> int:
         """Return the epochs between two evaluations; without ``watched`` splits they are few."""
         return max(self.evaluation.every, 1 if watched else self.training.epochs // 10)
 
@@ -486,17 +486,22 @@ class Recipe(Section):
         """Return plain dictionaries and lists, as in YAML and JSON."""
         return self.model_dump(mode="json", warnings=False)
 
-    def portable(self, *, without: tuple[Role, ...] = ("metadata", "path")) -> dict[str, Any]:
+    def keys_without_roles(
+        self, *, without: tuple[Role, ...] = ("metadata", "path")
+    ) -> dict[str, Any]:
         """Return the flat keys and values, except keys of these roles."""
         excluded = _keys_of_roles(without)
         return {k: value for k, value in flatten(self.to_dict()).items() if k not in excluded}
 
-    def essence(self) -> dict[str, Any]:
+    def computation_keys(self) -> dict[str, Any]:
         """Return the flat keys and values that change what a step computes: those without a role.
 
         A run can only be resumed with the same ones.
         """
-        return {**self.portable(without=get_args(Role)), "model.weights": self._weights_name()}
+        return {
+            **self.keys_without_roles(without=get_args(Role)),
+            "model.weights": self._weights_name(),
+        }
 
     def without_paths(self) -> Recipe:
         """Return the recipe without paths on this machine."""

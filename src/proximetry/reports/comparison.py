@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from proximetry._util.charts import in_percent, line_chart
-from proximetry._util.formatting import format_value, spaced
+from proximetry._util.formatting import format_int, format_value
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.recipe.loading import flatten
-from proximetry.reports.html import Section, section, short
+from proximetry.reports.html import ReportSection, section, short
 from proximetry.reports.run_evaluation import RunEvaluation
 from proximetry.reports.run_record import RunRecord
 from proximetry.reports.sections import SPLITS, image, metric_names, neighbor_images
@@ -29,13 +29,13 @@ class ComparedRun(NamedTuple):
     evaluation: RunEvaluation | None
 
 
-def comparison_sections(runs: Sequence[ComparedRun]) -> list[Section]:
+def comparison_sections(runs: Sequence[ComparedRun]) -> list[ReportSection]:
     """Return the sections of a comparison with the first run."""
     sections = [_metrics(runs), _curves(runs), _queries(runs), _recipes(runs), _origins(runs)]
     return [section for section in sections if section is not None]
 
 
-def _metrics(runs: Sequence[ComparedRun]) -> Section:
+def _metrics(runs: Sequence[ComparedRun]) -> ReportSection:
     tables, images, comparisons = [], list[str](), 0
     columns: list[Any]
     head = ["metric", *(short(run.name) for run in runs)]
@@ -52,7 +52,7 @@ def _metrics(runs: Sequence[ComparedRun]) -> Section:
         scores = [one.scores for one in complete]
         caption = "Metrics of each run on its own images, in percent"
         if all(complete[0].compares_like(one) for one in complete):
-            number = spaced(int(scores[0]["queries"]))
+            number = format_int(int(scores[0]["queries"]))
             caption = f"Metrics in percent, {number} queries, the same for all runs"
             first, *others = (one.evaluation for one in complete)
             comparisons = sum(len(first.scores.keys() & other.scores.keys()) for other in others)
@@ -61,8 +61,8 @@ def _metrics(runs: Sequence[ComparedRun]) -> Section:
             head[2:] = [cell for name in head[2:] for cell in (name, "difference")]
         else:
             images = [
-                f"{run.name}: {spaced(len(one.catalog))} images of "
-                f"{spaced(len(one.catalog.class_names))} classes in {one.catalog.root}"
+                f"{run.name}: {format_int(len(one.catalog))} images of "
+                f"{format_int(len(one.catalog.class_names))} classes in {one.catalog.root}"
                 for run, one in zip(runs, complete, strict=True)
             ]
         intervals = [one.intervals for one in complete]
@@ -79,7 +79,7 @@ def _metrics(runs: Sequence[ComparedRun]) -> Section:
     )
 
 
-def _curves(runs: Sequence[ComparedRun]) -> Section:
+def _curves(runs: Sequence[ComparedRun]) -> ReportSection:
     def series(*keys: str) -> dict[str, list[tuple[float, float]]]:
         return {short(run.name): run.record.curve(*keys) for run in runs}
 
@@ -96,7 +96,7 @@ def _curves(runs: Sequence[ComparedRun]) -> Section:
     return section("Curves", "curves.html", charts=charts, epochs="", several_losses=not one_loss)
 
 
-def _queries(runs: Sequence[ComparedRun]) -> Section | None:
+def _queries(runs: Sequence[ComparedRun]) -> ReportSection | None:
     """Return queries whose nearest image is right in only one of two runs."""
     (name, _, first), *others = runs
     comparisons = []
@@ -148,7 +148,7 @@ def _rows(pair: Sequence[tuple[str, RunEvaluation]], queries: Sequence[int]) -> 
     ]
 
 
-def _recipes(runs: Sequence[ComparedRun]) -> Section:
+def _recipes(runs: Sequence[ComparedRun]) -> ReportSection:
     flat = [flatten(run.record.recipe.to_dict()) for run in runs]
     rows = [
         (key, [format_value(values.get(key)) for values in flat])
@@ -159,7 +159,7 @@ def _recipes(runs: Sequence[ComparedRun]) -> Section:
     return section("Recipes", "comparison_recipes.html", names=names, rows=rows)
 
 
-def _origins(runs: Sequence[ComparedRun]) -> Section:
+def _origins(runs: Sequence[ComparedRun]) -> ReportSection:
     notes = [
         f"{name}: {note}"
         for name, record, run in runs

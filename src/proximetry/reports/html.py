@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from proximetry._util.formatting import shorten, spaced
+from proximetry._util.formatting import format_int, shorten
 from proximetry.metrics import Interval
 from proximetry.reports.thumbnails import data_uri
 from proximetry.training.metrics_table import metric_title
@@ -46,7 +46,7 @@ def interval(one: Interval | None) -> str:
     return "–" if one is None else f"{percent(one.low)} to {percent(one.high)}"
 
 
-_FILTERS = (data_uri, interval, metric_title, percent, short, signed, spaced)
+_FILTERS = (data_uri, interval, metric_title, percent, short, signed, format_int)
 _TEMPLATES.filters.update({function.__name__: function for function in _FILTERS})
 
 
@@ -55,19 +55,19 @@ def render(template: str, **values: Any) -> Markup:
     return Markup(_TEMPLATES.get_template(template).render(values))
 
 
-class Section(NamedTuple):
+class ReportSection(NamedTuple):
     """A section of a page with its heading; the navigation links to it."""
 
     title: str
     content: Markup
 
 
-def section(title: str, template: str, **values: Any) -> Section:
+def section(title: str, template: str, **values: Any) -> ReportSection:
     """Return a section whose content is a template."""
-    return Section(title, render(template, **values))
+    return ReportSection(title, render(template, **values))
 
 
-def page(title: str, sections: Sequence[Section], **header: Any) -> bytes:
+def page(title: str, sections: Sequence[ReportSection], **header: Any) -> bytes:
     """Return a page that loads no other file; its policy allows only the script of the report."""
     style, script = (
         Markup(files("proximetry.reports").joinpath(name).read_text(encoding="utf-8"))

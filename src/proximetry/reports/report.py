@@ -11,7 +11,7 @@ from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
 from proximetry._util.types import Steps
 from proximetry.reports.comparison import ComparedRun, comparison_sections
-from proximetry.reports.html import Section, page
+from proximetry.reports.html import ReportSection, page
 from proximetry.reports.run_evaluation import RunEvaluation, evaluate_run
 from proximetry.reports.run_proxies import measure_use, read_proxies
 from proximetry.reports.run_record import RunRecord
@@ -118,7 +118,7 @@ def _written() -> str:
     return f"Written {now} by Proximetry {__version__}."
 
 
-def _proxies(record: RunRecord, run: RunEvaluation | None) -> list[Section]:
+def _proxies(record: RunRecord, run: RunEvaluation | None) -> list[ReportSection]:
     """Return the section on proxies; their use needs the training images too."""
     proxies = use = None
     title = "Proxies"

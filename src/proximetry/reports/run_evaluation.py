@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from proximetry._util.errors import UsageError
-from proximetry._util.formatting import some, spaced
+from proximetry._util.formatting import format_int, join_first
 from proximetry._util.machine import resolve_device
 from proximetry._util.types import Steps
 from proximetry.data import Catalog, open_dataset, resolve_source
@@ -29,16 +29,16 @@ from proximetry.training.evaluator import encode_readable, leakage_warnings, mea
 from proximetry.training.query_gallery_split import (
     check_comparison,
     choose_split,
-    compared,
+    evaluation_arguments,
     with_needed_roles,
 )
-from proximetry.training.sources.base import divide, open_catalog
+from proximetry.training.sources.base import open_catalog, split_rows
 
 Rows = npt.NDArray[np.int64]
 
 NEIGHBORS = 8  # number of images beside a query
-MAPPED = 1500  # maximum number of images on a map
-_OF_A_CLASS = 20
+MAX_MAP_IMAGES = 1500  # maximum number of images on a map
+_IMAGES_PER_CLASS = 20
 # Figures of another device differ in the last digits; those of other images differ by more.
 _ROUNDING = 1e-4
 
@@ -119,15 +119,15 @@ class RunEvaluation:
         The sample has enough images of each of its classes to show whether they are close.
         """
         codes, classes = self.catalog.codes, len(self.catalog.class_names)
-        if len(codes) <= MAPPED:
+        if len(codes) <= MAX_MAP_IMAGES:
             return np.arange(len(codes))
         draw = np.random.default_rng(0)
         rows, class_order = draw.permutation(len(codes)), draw.permutation(classes)
         rows = rows[np.argsort(class_order[codes[rows]], kind="stable")]  # class by class
         ordered = class_order[codes[rows]]
         within = np.arange(len(rows)) - np.searchsorted(ordered, ordered)
-        subset = rows[within < max(_OF_A_CLASS, MAPPED // classes)]
-        return np.sort(subset[:MAPPED])
+        subset = rows[within < max(_IMAGES_PER_CLASS, MAX_MAP_IMAGES // classes)]
+        return np.sort(subset[:MAX_MAP_IMAGES])
 
     def compares_like(self, other: RunEvaluation) -> bool:
         """Return whether both have the same queries and the same gallery."""
@@ -172,7 +172,7 @@ def evaluate_run(
             embedder, catalog, progress=lambda done, total: steps("embedding", done, total)
         )
         if bad:
-            notes.append(f"{len(bad)} images cannot be read and are skipped: {some(bad, 3)}")
+            notes.append(f"{len(bad)} images cannot be read and are skipped: {join_first(bad, 3)}")
             check_comparison(catalog, settings.metrics)
     catalog = with_needed_roles(catalog)
     similarity = embedder.architecture.similarity
@@ -198,7 +198,7 @@ def evaluate_run(
     if changed:
         notes.append(
             "the images or the embedder have changed since the evaluation at the end of the run: "
-            f"{some(changed, 4)}"
+            f"{join_first(changed, 4)}"
         )
     if not record.results:
         epoch = (embedder.metrics or {}).get("epoch")
@@ -215,7 +215,7 @@ def evaluate_run(
         vectors,
         next(iter(scored.values())),
         scores,
-        retrieve(**compared(vectors, catalog, similarity), k=NEIGHBORS),
+        retrieve(**evaluation_arguments(vectors, catalog, similarity), k=NEIGHBORS),
         queries,
         gallery,
         split in record.selected and not changed,
@@ -241,7 +241,7 @@ def _evaluated_images(
     """Return the images that the run was evaluated on; of other data, as `evaluate` does."""
     train: Catalog | None = None
     with suppress(ValueError):  # one cannot train on them
-        rows = divide(catalog, record.recipe).rows
+        rows = split_rows(catalog, record.recipe).rows
         train = catalog.subset(rows["train"])
     if train is not None and list(train.class_names) == embedder.class_names:
         usable = [name for name in ("test", "held_out") if len(rows[name])]
@@ -253,6 +253,6 @@ def _evaluated_images(
         split = next((name for name in usable if name in record.selected), usable[0])
         return catalog.subset(rows[split]), split, train, []
     images_of_split, split = choose_split(catalog, None, source or str(catalog.root))
-    images = f"{spaced(len(images_of_split))} images in {catalog.root} (split {split})"
+    images = f"{format_int(len(images_of_split))} images in {catalog.root} (split {split})"
     note = f"evaluated on {images}, not on those of the run"
     return images_of_split, split, None, [note, *leakage_warnings(embedder, images_of_split)]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._util.formatting import some
+from proximetry._util.formatting import join_first
 from proximetry._util.tensors import l2_normalize
 from proximetry.data import Catalog
 from proximetry.models import Embedder
@@ -68,7 +68,7 @@ def read_proxies(record: RunRecord) -> RunProxies | None:
         except (ValueError, LookupError, TypeError) as error:
             problems.append(str(error))
     if not candidates:
-        raise ValueError(some(problems, 2) or "the checkpoints of the run are gone")
+        raise ValueError(join_first(problems, 2) or "the checkpoints of the run are gone")
     return max(candidates, key=lambda one: (one.is_selected, one.epoch))
 
 

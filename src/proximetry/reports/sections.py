@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from proximetry._util.charts import bar_chart, in_percent, line_chart, plain
-from proximetry._util.formatting import readable_seconds, spaced
+from proximetry._util.charts import bar_chart, format_number, in_percent, line_chart
+from proximetry._util.formatting import format_int, readable_seconds
 from proximetry.data import VectorCatalog
 from proximetry.metrics import Interval, distinct_proxies, map_embeddings, separability
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.metrics.proxy_separability import SAME_DIRECTION
 from proximetry.metrics.scores import COUNTS
-from proximetry.reports.html import Section, interval, percent, section, short
-from proximetry.reports.run_evaluation import MAPPED, RunEvaluation
+from proximetry.reports.html import ReportSection, interval, percent, section, short
+from proximetry.reports.run_evaluation import MAX_MAP_IMAGES, RunEvaluation
 from proximetry.reports.run_proxies import ProxyUse, RunProxies
 from proximetry.reports.run_record import RunRecord
 from proximetry.reports.thumbnails import COLUMNS, load_thumbnail, sprite
@@ -69,7 +69,7 @@ def headline(record: RunRecord, run: RunEvaluation | None) -> list[tuple[str, st
     return cards
 
 
-def metrics_section(record: RunRecord, run: RunEvaluation | None) -> Section:
+def metrics_section(record: RunRecord, run: RunEvaluation | None) -> ReportSection:
     """Return tables of all metrics, with intervals and the protocol."""
     protocol, compared = "", {}
     if record.results:
@@ -117,15 +117,15 @@ def _metrics_table(
             cells = [percent(one.get(name)) for one in scores]
             bounds = [interval(None if note else intervals.get(name))] * bool(intervals)
             rows.append([f"{metric_title(name)}{note}", *cells, *bounds])
-    queries = f"{spaced(int(every[-1]['queries']))} queries"
+    queries = f"{format_int(int(every[-1]['queries']))} queries"
     if every[-1].get("queries_without_positive"):
-        without = spaced(int(every[-1]["queries_without_positive"]))
+        without = format_int(int(every[-1]["queries_without_positive"]))
         queries += f"; {without} more have no other image of their class and do not count"
     head = ["metric", *columns, *["95 % interval"] * bool(intervals)]
     return f"{caption}: {queries}", head, rows
 
 
-def curves_section(record: RunRecord) -> Section:
+def curves_section(record: RunRecord) -> ReportSection:
     """Return loss, learning rate and metrics by epoch."""
     selected = record.selected.get("epoch")
     charts = [
@@ -149,7 +149,7 @@ def curves_section(record: RunRecord) -> Section:
 def _epochs_table(record: RunRecord) -> Table:
     titles = {"loss": "loss", "lr": "learning rate", "images_per_second": "images/s"}
     columns = {
-        title: {epoch: plain(value) for epoch, value in record.curve(key)}
+        title: {epoch: format_number(value) for epoch, value in record.curve(key)}
         for key, title in titles.items()
     }
     for split in SPLITS:
@@ -192,7 +192,7 @@ def neighbor_images(
     ]
 
 
-def queries_section(run: RunEvaluation) -> Section:
+def queries_section(run: RunEvaluation) -> ReportSection:
     """Return the worst and the best queries with their neighbors."""
     scores = run.evaluation.scores[run.ranking]
 
@@ -232,7 +232,7 @@ def confused_pairs(run: RunEvaluation) -> list[tuple[str, str, int, int]]:
     return sorted(pairs, key=lambda pair: (-pair[2] - pair[3], -pair[2], pair[:2]))
 
 
-def classes_section(run: RunEvaluation) -> Section:
+def classes_section(run: RunEvaluation) -> ReportSection:
     """Return which classes are confused, and the metrics of each class."""
     scored = run.evaluation.per_class()
     names = [str(label) for label in scored["label"]]
@@ -271,7 +271,7 @@ def _confused_example(run: RunEvaluation, one: str, other: str) -> dict[str, Any
     return {**image(run, int(run.queries[query])), "neighbors": neighbor_images(run, query, 1)}
 
 
-def map_section(run: RunEvaluation) -> Section:
+def map_section(run: RunEvaluation) -> ReportSection:
     """Return the embeddings as points on a plane."""
     rows = run.sample()
     coordinates = map_embeddings(run.vectors[rows], similarity=run.embedder.architecture.similarity)
@@ -289,9 +289,9 @@ def map_section(run: RunEvaluation) -> Section:
     return section(
         "Map",
         "map.html",
-        count=f"{spaced(len(rows))} images of {spaced(len(groups))} classes",
-        total=spaced(len(catalog)) if len(rows) < len(catalog) else "",
-        limit=spaced(MAPPED),
+        count=f"{format_int(len(rows))} images of {format_int(len(groups))} classes",
+        total=format_int(len(catalog)) if len(rows) < len(catalog) else "",
+        limit=format_int(MAX_MAP_IMAGES),
         columns=COLUMNS,
         side=side,
         groups=groups,
@@ -302,7 +302,7 @@ def map_section(run: RunEvaluation) -> Section:
 
 def proxies_section(
     record: RunRecord, proxies: RunProxies | None, use: ProxyUse | None
-) -> Section | None:
+) -> ReportSection | None:
     """Return the separability of the proxies, and the number of used proxies per class."""
     last = record.results.get("last", {})
     if proxies is None and "proxies" not in last:
@@ -339,7 +339,7 @@ def proxies_section(
     )
 
 
-def origin_section(record: RunRecord, notes: Sequence[str]) -> Section:
+def origin_section(record: RunRecord, notes: Sequence[str]) -> ReportSection:
     """Return recipe, versions, environment, command, seed and warnings."""
     warnings = list(dict.fromkeys([*record.results.get("notes", []), *notes]))
     return section("Origin", "origin.html", record=record, notes=warnings)

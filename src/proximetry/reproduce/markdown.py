@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from proximetry._util.formatting import spaced
+from proximetry._util.formatting import format_int
 from proximetry.data import list_datasets
 from proximetry.recipe.schema import DataConfig, Recipe
 from proximetry.reproduce.figures import curve, figure_names, why_no_seconds
@@ -221,7 +221,9 @@ def _dataset(record: Record) -> str:
     title, images = list_datasets()[record.recipe["data"]["dataset"]].title, record.images
     if images is None:
         return f"{title}: unknown number of images"
-    return f"{title}: {spaced(images['train'])} training, {spaced(images['test'])} test images"
+    return (
+        f"{title}: {format_int(images['train'])} training, {format_int(images['test'])} test images"
+    )
 
 
 def _dimensions(record: Record) -> str:

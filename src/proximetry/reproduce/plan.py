@@ -28,7 +28,7 @@ _ON_CPU = {"training.precision": "float32", "training.cuda_graph": False}
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One training of a row.
 
     Attributes:
@@ -84,7 +84,7 @@ def command_for(
     return " ".join(words)
 
 
-def plan(table: Table, options: ReproduceOptions, on_gpu: bool = False) -> list[Run]:
+def plan(table: Table, options: ReproduceOptions, on_gpu: bool = False) -> list[PlannedRun]:
     """Return all runs of a table, seed by seed, so that a first complete column is there early."""
     seeds = options.seeds
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
@@ -108,7 +108,7 @@ def make_run(
     kind: Kind,
     options: ReproduceOptions = DEFAULTS,
     on_gpu: bool = False,
-) -> Run:
+) -> PlannedRun:
     """Return the run of one row and seed."""
     defaults: dict[str, Any] = {
         "evaluation": {"protocol": "last", "watch_test": True, "untrained": False}
@@ -142,7 +142,7 @@ def make_run(
             epochs = recipe.training.epochs
             evaluation |= {"every": _NEVER if epochs == AUTO else epochs, "final_test": False}
         recipe = recipe.override({"evaluation": evaluation})
-    return Run(row, seed, kind, recipe)
+    return PlannedRun(row, seed, kind, recipe)
 
 
 def scale(recipe: Recipe, epochs: int) -> Recipe:

@@ -11,7 +11,7 @@ from proximetry._util.files import atomic_write, parse_json
 from proximetry.recipe.auto import keep_choices
 from proximetry.recipe.loading import RecipeError, differences, validation_message
 from proximetry.recipe.schema import Recipe, Section
-from proximetry.reproduce.plan import Kind, Run, run_id
+from proximetry.reproduce.plan import Kind, PlannedRun, run_id
 from proximetry.reproduce.table import ReproduceError, Row, Table, slugify
 
 RUNS = "runs.jsonl"
@@ -112,7 +112,7 @@ def read_records(folder: Path, table: Table | None = None) -> dict[str, Record]:
     return records
 
 
-def check_same(name: str | Path, before: dict[str, Any], run: Run) -> None:
+def check_same(name: str | Path, before: dict[str, Any], run: PlannedRun) -> None:
     """Raise if ``name``, a run, was made with another recipe.
 
     Keys that do not change results, or only floating-point rounding, may differ.
@@ -123,7 +123,7 @@ def check_same(name: str | Path, before: dict[str, Any], run: Run) -> None:
     except RecipeError as error:
         raise ReproduceError(f"{name} has an invalid recipe: {error}. {remedy}") from error
     old, new = (
-        recipe.without_paths().portable(without=("metadata", "path", "runtime"))
+        recipe.without_paths().keys_without_roles(without=("metadata", "path", "runtime"))
         for recipe in (existing, keep_choices(run.recipe, existing))
     )
     for values in (old, new):  # the folder of a file of weights does not matter

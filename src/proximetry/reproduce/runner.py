@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from proximetry._util.files import atomic_write, parse_json, take_lock
+from proximetry._util.files import acquire_lock, atomic_write, parse_json
 from proximetry._util.machine import resolve_device
 from proximetry.data import Catalog, list_datasets, open_dataset
 from proximetry.models import Embedder
@@ -23,7 +23,7 @@ from proximetry.models.backbones import check_name
 from proximetry.recipe.schema import AUTO, Recipe
 from proximetry.reproduce.figures import draw
 from proximetry.reproduce.markdown import page
-from proximetry.reproduce.plan import Run, make_run, plan
+from proximetry.reproduce.plan import PlannedRun, make_run, plan
 from proximetry.reproduce.records import RUNS, Record, Results, check_same, read_records
 from proximetry.reproduce.statistics import sample
 from proximetry.reproduce.table import (
@@ -36,7 +36,7 @@ from proximetry.reproduce.table import (
 from proximetry.training.evaluator import evaluate_embedder
 from proximetry.training.loop import FOLLOW_PARENT, Stopped
 from proximetry.training.run_folder import RunFolder
-from proximetry.training.sources.base import divide
+from proximetry.training.sources.base import split_rows
 
 Report = Callable[[str], None]
 Child = subprocess.Popen[bytes]
@@ -55,7 +55,7 @@ class Interrupted(Stopped):
 class Job:
     """A run, the folder of its temporary files, and the number of runs that share its device."""
 
-    run: Run
+    run: PlannedRun
     work: Path
     device: str
     parallel: int = 1
@@ -140,7 +140,7 @@ def reproduce(
     with _lock(home, report):
         existing = _check_existing(study, home, options, on_gpu)
         if not options.keep_runs:
-            _tidy(home, [run.id for run in runs if run.id in existing])
+            _remove_temporary_files(home, [run.id for run in runs if run.id in existing])
         left = [run for run in runs if run.id not in existing]
         parallel, jobs = min(options.parallel, len(left)), []
         for run in left:
@@ -157,7 +157,7 @@ def reproduce(
             record = _make_record(study, options, catalog, job, code)
             record.write(home)
             if not options.keep_runs:
-                _tidy(home, [job.run.id])
+                _remove_temporary_files(home, [job.run.id])
             return f"{outcome(study, record)}, {record.seconds:.0f} s"
 
         try:
@@ -268,7 +268,7 @@ def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[
     """Evaluate the held-out classes for other sizes of their images, and with flip TTA."""
     embedder = Embedder.load(job.folder.embedder, device=job.device)
     embedder.architecture = replace(embedder.architecture, flip_tta=False, tta_crops=())
-    held_out = catalog.subset(divide(catalog, job.run.recipe).rows["held_out"])
+    held_out = catalog.subset(split_rows(catalog, job.run.recipe).rows["held_out"])
     preprocessing, views = embedder.preprocessing, {}
     for crop, side in table.views:
         resize = preprocessing.size_at(side)
@@ -331,7 +331,7 @@ def _lock(home: Path, report: Report, timeout: float = LOCK_TIMEOUT) -> Iterator
     """Lock a folder, waiting for up to ``timeout`` seconds."""
     try:
         home.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(home / ".lock", timeout, report)
+        lock = acquire_lock(home / ".lock", timeout, report)
     except TimeoutError as error:
         raise ReproduceError(f"{home} is in use by {error}. Wait, or use another --out") from None
     except OSError as error:
@@ -379,7 +379,7 @@ def _write(table: Table, home: Path) -> None:
     atomic_write(home / "README.md", page(results).encode())
 
 
-def _tidy(home: Path, names: Iterable[str]) -> None:
+def _remove_temporary_files(home: Path, names: Iterable[str]) -> None:
     """Remove the temporary files of finished runs."""
     work = home / "work"
     for name in names:

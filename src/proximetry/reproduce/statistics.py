@@ -51,7 +51,7 @@ def sample(
     return Sample(values) if values else None
 
 
-def noise(a: Sample, b: Sample) -> float | None:
+def ci_half_width(a: Sample, b: Sample) -> float | None:
     """Return half the 95 % confidence interval of the difference of two means (Welch's t-test).
 
     The samples have the same size. None for single values, and for values without any spread.
@@ -66,20 +66,20 @@ def noise(a: Sample, b: Sample) -> float | None:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ClaimResult:
     """A published difference beside ours over the common seeds, in percentage points.
 
-    ``noise`` is half the 95 % confidence interval of our difference.
+    ``ci_half_width`` is half the 95 % confidence interval of our difference.
     """
 
     verdict: Verdict
     published: float | None
     difference: float | None = None
-    noise: float | None = None
+    ci_half_width: float | None = None
     seeds: tuple[int, ...] = ()
 
 
-def compare_claim(claim: Claim, results: Results) -> Finding:
+def compare_claim(claim: Claim, results: Results) -> ClaimResult:
     """Compare a claim with the last epochs of the runs of both rows, over their common seeds."""
     names = (claim.better, claim.worse)
     high, low = (results.table.row(name).published.get(claim.metric) for name in names)
@@ -90,11 +90,11 @@ def compare_claim(claim: Claim, results: Results) -> Finding:
     seeds = tuple(sorted(better.keys() & worse.keys()))
     a, b = (sample([runs[seed] for seed in seeds], claim.metric) for runs in (better, worse))
     if a is None or b is None:
-        return Finding("no seed in common" if better and worse else "not run", published)
-    difference, limit = a.mean - b.mean, noise(a, b)
+        return ClaimResult("no seed in common" if better and worse else "not run", published)
+    difference, limit = a.mean - b.mean, ci_half_width(a, b)
     verdict: Verdict = "holds" if difference > 0 else "does not hold"
     if len(seeds) == 1:
         verdict = "one seed, not tested"
     elif limit is None or abs(difference) <= limit:
         verdict = "within the noise"
-    return Finding(verdict, published, difference, limit, seeds)
+    return ClaimResult(verdict, published, difference, limit, seeds)

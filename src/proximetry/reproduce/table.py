@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from proximetry._util.errors import UsageError, closest
+from proximetry._util.errors import UsageError, suggest
 from proximetry._util.formatting import format_value
 from proximetry.recipe.loading import (
     RecipeError,
@@ -22,7 +22,7 @@ from proximetry.recipe.loading import (
 from proximetry.recipe.schema import Count, Dim, Flag, Number, Section, Side, TrainingConfig
 
 FOLDER = Path(__file__).parent / "tables"
-_SPOKEN = {"+": "plus", "α": "alpha", "δ": "delta"}
+_SYMBOL_NAMES = {"+": "plus", "α": "alpha", "δ": "delta"}
 Percentage = Annotated[float, Field(ge=0, le=100)]
 
 
@@ -104,7 +104,7 @@ class Row(Section):
 
 def slugify(name: str) -> str:
     """Return a name as part of a file name."""
-    for sign, word in _SPOKEN.items():
+    for sign, word in _SYMBOL_NAMES.items():
         name = name.replace(sign, f" {word} ")
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
@@ -177,7 +177,7 @@ class Table(Section):
         for where, name in names:
             if name not in self.metrics:
                 raise ValueError(
-                    f"{where}: {name!r} is not in metrics{closest(name, self.metrics)}"
+                    f"{where}: {name!r} is not in metrics{suggest(name, self.metrics)}"
                 )
         for claim in self.claims:
             self.row(claim.better), self.row(claim.worse)
@@ -228,7 +228,7 @@ class Table(Section):
         """Return the row of this name."""
         rows = {row.name: row for row in self.rows}
         if name not in rows:
-            raise ReproduceError(f"there is no row {format_value(name)}{closest(name, rows)}")
+            raise ReproduceError(f"there is no row {format_value(name)}{suggest(name, rows)}")
         return rows[name]
 
     def selected_rows(self, override: bool | None = None) -> tuple[Row, ...]:

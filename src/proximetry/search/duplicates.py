@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from proximetry._util.errors import UsageError
-from proximetry._util.formatting import spaced
+from proximetry._util.formatting import format_int
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.data import ImageError, open_image
@@ -122,7 +122,7 @@ def compare_neighbors(
 
 def _check_count(count: int) -> None:
     if count > _MOST_PAIRS:
-        raise UsageError(f"more than {spaced(_MOST_PAIRS)} pairs. Pass a stricter threshold.")
+        raise UsageError(f"more than {format_int(_MOST_PAIRS)} pairs. Pass a stricter threshold.")
 
 
 def group_pairs(pairs: IntArray) -> list[IntArray]:

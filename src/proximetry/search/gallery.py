@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from proximetry._util.errors import UsageError, is_whole
-from proximetry._util.files import writing
-from proximetry._util.formatting import pluralize, some
+from proximetry._util.errors import UsageError, is_integer
+from proximetry._util.files import name_write_errors
+from proximetry._util.formatting import join_first, pluralize
 from proximetry._util.machine import resolve_device
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 Where = rows.Where
 Queries = Sequence[ImageSource] | Vectors
 
-MERGED = 65_536  # rows of a segment up to which small ones are merged: a second to write
+MAX_MERGE_ROWS = 65_536  # rows of a segment up to which small ones are merged: a second to write
 ROUNDING = 2.0**-22  # bounds 1 − the cosine of a float32 unit vector with its copy
 _MOST_RERANKED = 1000  # the largest k of re-ranking, which compares twice as many images
 
@@ -94,9 +94,9 @@ class Gallery:
     def __init__(self, path: Path, name: str, version: Version) -> None:
         self.path, self.name = path, name
         self.skipped: list[SkippedImage] = []
-        self._now = version
+        self._version = version
         self._embedder: Embedder | None = None
-        self._loading = Lock()
+        self._load_lock = Lock()
 
     @classmethod
     def build(
@@ -145,7 +145,7 @@ class Gallery:
             index = indexes.BINARY
         check_new_folder(folder)
         indexes.check(index, embedder.dim, len(new.table))
-        with writing(folder):
+        with name_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with locked(folder, new.report):
             check_new_folder(folder)  # another process may have built it meanwhile
@@ -188,34 +188,34 @@ class Gallery:
     @property
     def version(self) -> str:
         """An identifier of its state, which changes with every change."""
-        return self._now.manifest.version
+        return self._version.manifest.version
 
     def refresh(self) -> None:
         """Read the current version, whichever embedder it was built by."""
         newest = self._newest()
-        with self._loading:
-            if newest.manifest.embedder != self._now.manifest.embedder:
+        with self._load_lock:
+            if newest.manifest.embedder != self._version.manifest.embedder:
                 self._embedder = None
-            self._now = newest
+            self._version = newest
 
     def _newest(self) -> Version:
         return Snapshot.open(self.path)
 
     def __len__(self) -> int:
-        return len(self._now)
+        return len(self._version)
 
     @property
     def dim(self) -> int:
         """The dimension of the vectors."""
-        return self._now.manifest.dim
+        return self._version.manifest.dim
 
     @property
     def similarity(self) -> Similarity:
         """The similarity of vectors: "cosine" or "euclidean"."""
-        return self._now.manifest.similarity
+        return self._version.manifest.similarity
 
     def _indexes(self) -> list[str]:
-        return [info.index or indexes.EXACT for info in self._now.manifest.segments]
+        return [info.index or indexes.EXACT for info in self._version.manifest.segments]
 
     def __repr__(self) -> str:
         kinds = ", ".join(dict.fromkeys(self._indexes())) or indexes.EXACT
@@ -227,7 +227,7 @@ class Gallery:
     @property
     def embedder(self) -> Embedder:
         """The embedder that built the gallery, loaded at first use."""
-        with self._loading:
+        with self._load_lock:
             if self._embedder is None:
                 loaded = Embedder.load(self.path / EMBEDDER, device=resolve_device())
                 self._check_embedder(loaded, str(self.path / EMBEDDER))
@@ -237,10 +237,10 @@ class Gallery:
     @property
     def index(self) -> str:
         """The index as passed to `build`: "auto", "Flat", a factory string."""
-        return self._now.manifest.index
+        return self._version.manifest.index
 
     def _check_embedder(self, embedder: Embedder, name: str) -> None:
-        if embedder.fingerprint() != self._now.manifest.embedder:
+        if embedder.fingerprint() != self._version.manifest.embedder:
             raise UsageError(
                 f"{name} did not build the gallery {self.name}: network, preprocessing or weights "
                 "differ. Use the gallery's embedder, or build another gallery."
@@ -248,24 +248,24 @@ class Gallery:
 
     def ids(self, where: Where | None = None) -> IntArray:
         """Return the ids of all images, or of those that match `where`, in rising order."""
-        now = self._now
+        now = self._version
         return now.ids(now.allowed_positions(now.select(where or {})))
 
     @property
     def columns(self) -> list[str]:
         """The names of the metadata columns."""
-        return self._now.columns
+        return self._version.columns
 
     def rows(
         self, ids: Sequence[int] | IntArray, columns: Iterable[str] | None = None
     ) -> dict[str, list[Any]]:
         """Return the metadata of images by column: all columns, or some."""
-        now = self._now
+        now = self._version
         return now.take(self._positions(now, ids), now.columns if columns is None else columns)
 
     def vectors(self, ids: Sequence[int] | IntArray) -> FloatArray:
         """Return the vectors of images, [n, dim]; of unit length for cosines."""
-        now = self._now
+        now = self._version
         return now.vectors(self._positions(now, ids))
 
     def _positions(self, now: Version, ids: Sequence[int] | IntArray) -> IntArray:
@@ -275,19 +275,19 @@ class Gallery:
         numbers = numbers.astype(np.int64).reshape(-1)
         positions = now.positions(numbers)
         if (positions < 0).any():
-            missing = some([str(one) for one in numbers[positions < 0]])
+            missing = join_first([str(one) for one in numbers[positions < 0]])
             raise UsageError(f"no image of the gallery {self.name} has the id {missing}")
         return positions
 
     def count_labels(self) -> dict[str, int]:
         """Return the number of images of each class; for galleries in folders."""
-        assert isinstance(self._now, Snapshot)
-        return self._now.count_labels()
+        assert isinstance(self._version, Snapshot)
+        return self._version.count_labels()
 
     def known(self, paths: Iterable[str | os.PathLike[str]]) -> list[bool]:
         """Return for each file whether its image is in the gallery."""
         table = rows.make_rows(list(paths))
-        known = self._now.find_paths(table)
+        known = self._version.find_paths(table)
         return [path in known for path in table["path"].to_pylist()]
 
     def outdated(self, folder: str | os.PathLike[str]) -> tuple[list[str], list[str]]:
@@ -296,7 +296,7 @@ class Gallery:
         Returns the paths of files that are missing, and of those whose size or time of
         modification has changed since they were embedded. Galleries on Milvus do not store these.
         """
-        now = self._now
+        now = self._version
         if not isinstance(now, Snapshot):
             raise UsageError(f"the gallery {self.name} does not store sizes of files")
         missing: list[str] = []
@@ -358,7 +358,7 @@ class Gallery:
         return self.add(images, **options, replace=True)
 
     def _check_same(self, now: Version) -> None:
-        if now.manifest.embedder != self._now.manifest.embedder:
+        if now.manifest.embedder != self._version.manifest.embedder:
             raise UsageError(
                 f"the gallery {self.name} was rebuilt by another embedder. Call refresh()."
             )
@@ -366,7 +366,7 @@ class Gallery:
     def _check_unknown(self, now: Version, table: Any) -> None:
         known = now.find_paths(table)
         if known:
-            names = some([os.fsdecode(path) for path in sorted(known)])
+            names = join_first([os.fsdecode(path) for path in sorted(known)])
             raise UsageError(
                 f"{pluralize(len(known), 'image')} already in the gallery {self.name}: {names}. "
                 "Use update() to embed them again."
@@ -408,13 +408,13 @@ class Gallery:
         with locked(self.path, report):
             manifest = Snapshot.open(self.path).manifest
             self._commit(self._merge(manifest, 0, manifest.index, progress or no_progress))
-        for info in self._now.manifest.segments:
+        for info in self._version.manifest.segments:
             report(describe_index(info.index, info.rows, info.recall))
 
     @property
     def needs_compaction(self) -> bool:
         """Whether much of the gallery is removed, or scanned although there is an index."""
-        now = self._now
+        now = self._version
         total = sum(info.rows for info in now.manifest.segments)
         large = indexes.resolve(self.index, len(now)) != ""
         scanned = sum(info.rows for info in now.manifest.segments if not info.index)
@@ -424,7 +424,7 @@ class Gallery:
         """Commit a change, under the lock."""
         manifest = retire(read_manifest(self.path), manifest)
         write_manifest(self.path, manifest)
-        self._now = Snapshot(self.path, manifest)
+        self._version = Snapshot(self.path, manifest)
         sweep(self.path, manifest)
 
     def _merge_small(self, manifest: Manifest) -> Manifest:
@@ -434,7 +434,12 @@ class Gallery:
         """
         while len(manifest.segments) > 1:
             one, two = manifest.segments[-2:]
-            if one.index or two.index or one.rows > 2 * two.rows or one.rows + two.rows > MERGED:
+            if (
+                one.index
+                or two.index
+                or one.rows > 2 * two.rows
+                or one.rows + two.rows > MAX_MERGE_ROWS
+            ):
                 return manifest
             last = len(manifest.segments) - 2
             manifest = self._merge(manifest, last, indexes.EXACT, no_progress)
@@ -497,15 +502,15 @@ class Gallery:
             batch_size: images per forward pass.
             progress: called with (done, total) while images are embedded.
         """
-        if not is_whole(k):
+        if not is_integer(k):
             raise UsageError(f"k must be a whole number from 1 up, got {k!r}")
-        if not is_whole(expand, 0):
+        if not is_integer(expand, 0):
             raise UsageError(f"expand must be a whole number from 0 up, got {expand!r}")
         if expand and self.similarity != "cosine":
             raise UsageError("expand requires a gallery with cosine similarity")
         if rerank and k > _MOST_RERANKED:
             raise UsageError(f"rerank supports k up to {_MOST_RERANKED}, got k = {k}")
-        now = self._now
+        now = self._version
         allowed = now.select(where or {})
         vectors = self._embed_queries(queries, batch_size, progress or no_progress)
         expanded = vectors
@@ -541,7 +546,7 @@ class Gallery:
             except ValueError as error:
                 cause = error.__cause__
                 raise UsageError(str(cause if isinstance(cause, ValueError) else error)) from error
-        return prepare_vectors(vectors, self._now.manifest)
+        return prepare_vectors(vectors, self._version.manifest)
 
     def duplicates(
         self, threshold: float | None = None, *, progress: Progress | None = None
@@ -558,7 +563,7 @@ class Gallery:
                 images do. If no image can be read, it is a cosine of 0.99.
             progress: called with (done, total).
         """
-        now, progress, threshold_source = self._now, progress or no_progress, ""
+        now, progress, threshold_source = self._version, progress or no_progress, ""
         if threshold is None:
             stored = isinstance(now, Snapshot) or self._embedder is not None
             load = (lambda: self.embedder) if stored else None

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_value
-from proximetry._util.imports import need
+from proximetry._util.imports import import_optional
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.metrics.reranking import binary_codes, candidates
@@ -50,7 +50,7 @@ def load_faiss() -> Any:
     key, policy = "OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY")
     os.environ.setdefault(key, "PASSIVE")
     try:
-        return need("faiss", "search", "An approximate index")
+        return import_optional("faiss", "search", "An approximate index")
     finally:
         if policy is None:
             del os.environ[key]
@@ -136,7 +136,7 @@ def build(
     write(built, os.fspath(file))
 
 
-def compressed(k: int) -> int:
+def compressed_candidates(k: int) -> int:
     """Return the number of candidates for k results where vectors are compressed."""
     return 10 * max(k, 10)
 
@@ -170,7 +170,7 @@ class Index:
         if self._binary:
             return candidates(k) * self.effort
         coarse = any(part in self.kind for part in ("PQ", "SQ", "PCA"))
-        return compressed(k) * self.effort if coarse else k
+        return compressed_candidates(k) * self.effort if coarse else k
 
     def candidates(self, queries: npt.NDArray[np.float32], k: int, share: float = 1.0) -> IntArray:
         """Return rows that are probably near, [queries, n], −1 where there are fewer.

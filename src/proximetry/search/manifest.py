@@ -21,14 +21,14 @@ from proximetry import __version__
 from proximetry._util.errors import UsageError
 from proximetry._util.files import (
     CHECKSUM,
+    acquire_lock,
     atomic_write,
     check_format,
+    final_name,
+    json_with_checksum,
     read_json,
-    sealed_json,
-    take_lock,
-    written_for,
 )
-from proximetry._util.formatting import format_value, some
+from proximetry._util.formatting import format_value, join_first
 from proximetry.models.constants import LARGEST_DIM, SIMILARITIES, Similarity
 
 FORMAT = "proximetry gallery"
@@ -89,7 +89,7 @@ class SegmentInfo:
 
 
 @dataclass(frozen=True)
-class Deleted:
+class DeletedIds:
     """The file of ids that were removed."""
 
     name: str
@@ -107,7 +107,7 @@ class Manifest:
     index: str  # "auto" or a faiss factory string, as passed to `build`
     next_id: int = 0
     segments: tuple[SegmentInfo, ...] = ()  # in rising order of ids
-    deleted: Deleted | None = None  # ids that are still in a segment
+    deleted: DeletedIds | None = None  # ids that are still in a segment
     retired: Mapping[str, float] = field(default_factory=dict)  # replaced segments, and when
 
     @property
@@ -152,7 +152,7 @@ def read_manifest(folder: Path) -> Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Replace the manifest, which commits a change."""
     content = {"format": FORMAT, "version": VERSION, "proximetry": __version__}
-    atomic_write(folder / MANIFEST, sealed_json({**content, "gallery": asdict(manifest)}))
+    atomic_write(folder / MANIFEST, json_with_checksum({**content, "gallery": asdict(manifest)}))
 
 
 def _parse(values: dict[str, Any]) -> Manifest:
@@ -163,7 +163,7 @@ def _parse(values: dict[str, Any]) -> Manifest:
     ]
     deleted = values["deleted"]
     if deleted:
-        deleted = Deleted(**{**deleted, "file": FileInfo(**deleted["file"])})
+        deleted = DeletedIds(**{**deleted, "file": FileInfo(**deleted["file"])})
         if not _DELETED.fullmatch(deleted.name):
             raise ValueError(f"invalid file of deleted ids {format_value(deleted.name)}")
     manifest = Manifest(**{**values, "segments": tuple(segments), "deleted": deleted})
@@ -195,7 +195,7 @@ def read_digest(path: Path) -> FileInfo:
 def locked(folder: Path, report: Report) -> Iterator[None]:
     """Lock the gallery for writing; the lock ends with the process."""
     try:
-        lock = take_lock(folder / LOCK, LOCK_SECONDS, report)
+        lock = acquire_lock(folder / LOCK, LOCK_SECONDS, report)
     except TimeoutError as error:
         raise ValueError(
             f"{error} has been writing to the gallery {folder} for more than {LOCK_SECONDS:g} s. "
@@ -218,10 +218,10 @@ def check_new_folder(folder: Path) -> None:
             f"{folder} is already a gallery. Add to it: Gallery.open({str(folder)!r}).add(…)"
         )
     ours = {LOCK, EMBEDDER, STAGING, SEGMENTS}
-    names = {path.name for path in folder.iterdir() if written_for(path) != MANIFEST}
+    names = {path.name for path in folder.iterdir() if final_name(path) != MANIFEST}
     if foreign := sorted(names - ours):
         raise UsageError(
-            f"{folder} has other files: {some(foreign, 3)}. Choose a new or empty folder."
+            f"{folder} has other files: {join_first(foreign, 3)}. Choose a new or empty folder."
         )
 
 
@@ -243,7 +243,7 @@ def sweep(folder: Path, manifest: Manifest) -> None:
     current = manifest.deleted.name if manifest.deleted else ""
     for path in folder.iterdir():
         stale = _DELETED.fullmatch(path.name) and path.name != current
-        if stale or written_for(path) == MANIFEST:
+        if stale or final_name(path) == MANIFEST:
             with suppress(OSError):
                 path.unlink()
     # Vectors of interrupted additions that were not repeated.

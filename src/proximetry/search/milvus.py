@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from proximetry._util.errors import UsageError
-from proximetry._util.files import cache_folder, writing
-from proximetry._util.formatting import format_value, some, spaced
-from proximetry._util.imports import need
+from proximetry._util.files import cache_folder, name_write_errors
+from proximetry._util.formatting import format_int, format_value, join_first
+from proximetry._util.imports import import_optional
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.models import Embedder
@@ -92,7 +92,7 @@ class Address:
         return cache_folder() / "milvus" / hashlib.sha256(where.encode()).hexdigest()[:32]
 
     @property
-    def building(self) -> str:
+    def temporary_name(self) -> str:
         """The name of the collection while this machine builds it."""
         builder = f"{socket.gethostname()}:{self.folder}"
         return f"{self.collection}_building_{hashlib.sha256(builder.encode()).hexdigest()[:8]}"
@@ -102,9 +102,12 @@ class _Client:
     """A MilvusClient whose errors name the gallery."""
 
     def __init__(self, address: Address) -> None:
-        self.address, self._pymilvus = address, need("pymilvus", "milvus", "A gallery on Milvus")
+        self.address, self._pymilvus = (
+            address,
+            import_optional("pymilvus", "milvus", "A gallery on Milvus"),
+        )
         if address.local:
-            need("milvus_lite", None, "A gallery in a file of Milvus")
+            import_optional("milvus_lite", None, "A gallery in a file of Milvus")
             if not Path(address.uri).parent.is_dir():
                 raise UsageError(f"{address}: no folder {Path(address.uri).parent}")
         try:
@@ -253,7 +256,7 @@ class Collection:
         cls, client: _Client, manifest: Manifest, kind: str, settings: dict[str, int]
     ) -> Collection:
         """Create an empty gallery under a temporary name."""
-        types = need("pymilvus", "milvus", "A gallery on Milvus").DataType
+        types = import_optional("pymilvus", "milvus", "A gallery on Milvus").DataType
         schema = client.create_schema(auto_id=False, enable_dynamic_field=False)
         schema.add_field("id", types.INT64, is_primary=True)
         schema.add_field("vector", types.FLOAT_VECTOR, dim=manifest.dim)
@@ -266,7 +269,7 @@ class Collection:
         for name in () if client.address.local else _TEXTS:  # a file is small, and scanned
             params.add_index(name, index_type="INVERTED")
         about = {"version": _VERSION, "index": kind, "manifest": asdict(manifest)}
-        name, properties = client.address.building, {_GALLERY: json.dumps(about)}
+        name, properties = client.address.temporary_name, {_GALLERY: json.dumps(about)}
         client.drop_collection(name)  # of an interrupted build
         client.create_collection(
             name,
@@ -288,7 +291,7 @@ class Collection:
             targets = rows.condition_values(name, value, self.columns)
             terms.append(_condition(name, targets))
             if not self.client.query(self.name, filter=terms[-1], output_fields=["id"], limit=1):
-                raise UsageError(f"no image has {name} {some(map(format_value, targets))}")
+                raise UsageError(f"no image has {name} {join_first(map(format_value, targets))}")
         return " and ".join(terms)
 
     def _iterate(self, field: str, allowed: str = "") -> Iterator[list[dict[str, Any]]]:
@@ -354,8 +357,10 @@ class Collection:
     def search(self, queries: FloatArray, k: int, allowed: Any) -> Hits:
         """Return the k nearest of the allowed rows: candidates of Milvus, scored in float64."""
         if k > MOST:
-            raise UsageError(f"Milvus returns up to {spaced(MOST)} images per query, got k = {k}")
-        count = min(indexes.compressed(k) if self.kind == "IVF_PQ" else k + SPARE, MOST)
+            raise UsageError(
+                f"Milvus returns up to {format_int(MOST)} images per query, got k = {k}"
+            )
+        count = min(indexes.compressed_candidates(k) if self.kind == "IVF_PQ" else k + SPARE, MOST)
         effort = {}
         if self.kind == "HNSW":
             effort = {"ef": max(indexes.DEPTH, 2 * count)}
@@ -426,7 +431,7 @@ class MilvusGallery(Gallery):
     not store the embedder.
     """
 
-    _now: Collection
+    _version: Collection
 
     @classmethod
     def create(
@@ -441,7 +446,7 @@ class MilvusGallery(Gallery):
                 f"{address} already exists. Add to it: Gallery.open({str(address)!r}).add(…)"
             )
         folder = address.folder
-        with writing(folder):
+        with name_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with locked(folder, new.report):
             new.embed(embedder, fingerprint, folder, required=True)
@@ -470,10 +475,10 @@ class MilvusGallery(Gallery):
         return cls(client.address.folder, str(client.address), Collection.open(client))
 
     def _newest(self) -> Collection:
-        return Collection.open(self._now.client)
+        return Collection.open(self._version.client)
 
     def _indexes(self) -> list[str]:
-        return [indexes.EXACT if self._now.kind == "FLAT" else self._now.kind]
+        return [indexes.EXACT if self._version.kind == "FLAT" else self._version.kind]
 
     @property
     def embedder(self) -> Embedder:
@@ -490,27 +495,27 @@ class MilvusGallery(Gallery):
         self._check_same(now)
         ids = now.write(new)
         new.discard()
-        self._now = now
+        self._version = now
         return ids
 
     def remove(self, ids: Sequence[int] | IntArray, *, report: Report | None = None) -> None:
         """Remove images by their ids; `ids(where)` returns them."""
-        now = self._now
+        now = self._version
         positions = self._positions(now, ids)
         for part in chunks(len(positions), _ROWS):
             now.client.delete(now.name, ids=positions[part].tolist())
 
     def compact(self, *, progress: Progress | None = None, report: Report | None = None) -> None:
         """Ask Milvus to reclaim the space of removed rows, which it also does automatically."""
-        self._now.client.compact(self._now.name)
+        self._version.client.compact(self._version.name)
 
     def verify(self, progress: Progress | None = None) -> None:
         """Read every vector; raises ValueError for invalid ones."""
-        for ids, vectors in self._now.blocks():
+        for ids, vectors in self._version.blocks():
             squares = np.square(vectors.astype(np.float64)).sum(1)
             valid = np.isfinite(squares)
             if self.similarity == "cosine":  # zero vectors have no direction, and stay zero
                 valid &= (np.abs(squares - 1) < 1e-3) | (squares == 0)
             if not valid.all():
-                names = some([str(one) for one in ids[~valid]])
+                names = join_first([str(one) for one in ids[~valid]])
                 raise ValueError(f"vectors in {self.name} are damaged: ids {names}")

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._util.errors import UsageError, closest
-from proximetry._util.formatting import format_value, some
-from proximetry._util.imports import need
+from proximetry._util.errors import UsageError, suggest
+from proximetry._util.formatting import format_value, join_first
+from proximetry._util.imports import import_optional
 from proximetry.data import FIELDS, Catalog
 from proximetry.data.folders import SEPARATOR, split_shard_path
 from proximetry.search.manifest import DamagedGalleryError
@@ -31,7 +31,7 @@ Where = Mapping[str, Any]
 
 def arrow(module: str = "pyarrow") -> Any:
     """Import pyarrow or a part of it."""
-    return need(module, "search", "A gallery")
+    return import_optional(module, "search", "A gallery")
 
 
 def make_rows(
@@ -154,11 +154,13 @@ def select(table: Any, where: Where) -> Mask:
             met = np.full(len(table), None in targets)
         else:
             if invalid := [one for one in targets if not len(_cast([one], kind))]:
-                raise UsageError(f"column {name} is {kind}, got {some(map(format_value, invalid))}")
+                raise UsageError(
+                    f"column {name} is {kind}, got {join_first(map(format_value, invalid))}"
+                )
             met = contains(table[name], _cast(targets, kind))
         if not met.any():
             hint = _suggest(table, name, targets)
-            raise UsageError(f"no image has {name} {some(map(format_value, targets))}{hint}")
+            raise UsageError(f"no image has {name} {join_first(map(format_value, targets))}{hint}")
         mask &= met
     return mask
 
@@ -166,7 +168,7 @@ def select(table: Any, where: Where) -> Mask:
 def condition_values(name: str, value: Any, known: Iterable[str]) -> list[Any]:
     """Return the values of a condition of `where`, after checking its column."""
     if name not in known:
-        raise UsageError(f"the gallery has no column {format_value(name)}{closest(name, known)}")
+        raise UsageError(f"the gallery has no column {format_value(name)}{suggest(name, known)}")
     single = isinstance(value, str | bytes) or not isinstance(value, Iterable)
     targets = [value] if single else [*value]
     if not targets:
@@ -208,5 +210,5 @@ def _suggest(table: Any, name: str, targets: list[Any]) -> str:
     known = [value for value in values(table[name].unique()) if isinstance(value, str)]
     if len(known) > 10_000:
         return ""
-    hint = closest(str(targets[0]), sorted(known))
+    hint = suggest(str(targets[0]), sorted(known))
     return "" if hint == "." else hint

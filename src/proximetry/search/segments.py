@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proximetry._util.files import sync_folder, writing
+from proximetry._util.files import name_write_errors, sync_folder
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.metrics._search.embeddings import normalize
@@ -24,7 +24,7 @@ from proximetry.search.manifest import (
     FILES,
     SEGMENTS,
     DamagedGalleryError,
-    Deleted,
+    DeletedIds,
     FileInfo,
     Manifest,
     SegmentInfo,
@@ -61,7 +61,7 @@ def write_segment(
     name, count = uuid4().hex, len(ids)
     home = folder / SEGMENTS / name
     paths = {kind: home / file for kind, file in FILES.items()}
-    with writing(home):
+    with name_write_errors(home):
         home.mkdir(parents=True)
         with paths["vectors"].open("wb") as stream:
             header = {"descr": "<f4", "fortran_order": False, "shape": (count, manifest.dim)}
@@ -125,14 +125,14 @@ def _calibrate(index: indexes.Index, store: Store, part: Part) -> tuple[int, flo
         index.effort *= 2
 
 
-def write_deleted(folder: Path, ids: IntArray) -> Deleted | None:
+def write_deleted(folder: Path, ids: IntArray) -> DeletedIds | None:
     """Write the ids that are removed."""
     if not len(ids):
         return None
     file = folder / f"deleted-{uuid4().hex}.npy"
-    with writing(file):
+    with name_write_errors(file):
         _save(file, ids)
-        return Deleted(file.name, len(ids), _seal(file))
+        return DeletedIds(file.name, len(ids), _seal(file))
 
 
 def open_array(file: Path, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:

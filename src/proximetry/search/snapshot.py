@@ -25,9 +25,9 @@ from proximetry.search.segments import Segment, above, check_file, open_array, w
 
 # A filter that allows this many rows × dimensions is scanned exactly: on one core 10 ms for one
 # query, 70 ms for 100.
-SCANNED = 1 << 24
+MAX_SCAN_ENTRIES = 1 << 24
 # A scan is as fast as an index for a list of more than this share of the rows.
-SHORTEST = 64
+MIN_LIST_SHARE = 64
 _NEAR = 10  # neighbors that show whether the rows around a query are allowed
 _GATHERED = 0.5  # share of a segment below which allowed rows are gathered, else masked
 
@@ -183,8 +183,8 @@ class Snapshot:
                 part = part._replace(rows=np.flatnonzero(mask))
             elif count < total:
                 part = part._replace(allowed=mask)
-            few = count < total and count * self.manifest.dim <= SCANNED
-            if segment.index is None or few or count**2 < SHORTEST * k * total:
+            few = count < total and count * self.manifest.dim <= MAX_SCAN_ENTRIES
+            if segment.index is None or few or count**2 < MIN_LIST_SHARE * k * total:
                 scanned.append(part)
             else:
                 hits.append(self._search_index(segment.index, part, mask, queries, k))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
-from proximetry._util.formatting import pluralize, some
+from proximetry._util.formatting import join_first, pluralize
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.data import Catalog, ImageError
@@ -93,7 +93,7 @@ class NewImages:
         if not counts:
             raise UsageError("no images")
         if repeated := [os.fsdecode(path) for path, count in counts.items() if count > 1]:
-            raise UsageError(f"duplicate images: {some(repeated)}")
+            raise UsageError(f"duplicate images: {join_first(repeated)}")
         self.has_labels = labels is not None
         self.only_files = not self.has_labels and self.table.column_names == ["path", "label"]
         self.only_files &= self.table["label"].null_count == len(self.table)

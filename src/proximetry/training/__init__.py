@@ -7,9 +7,9 @@ embedder = Embedder.load("runs/first/embedder")
 
 from typing import TYPE_CHECKING
 
-from proximetry._util.imports import lazy_exports, need
+from proximetry._util.imports import import_optional, lazy_exports
 
-need("pydantic", "train", "proximetry.training")
+import_optional("pydantic", "train", "proximetry.training")
 
 from proximetry.recipe.loading import RecipeError, shipped_recipes  # noqa: E402
 from proximetry.recipe.schema import Recipe  # noqa: E402

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from proximetry._util.errors import UsageError
-from proximetry._util.imports import need
+from proximetry._util.imports import import_optional
 from proximetry.data import VectorCatalog
 from proximetry.kernels.layers import fuse
 from proximetry.losses import parameter_groups
@@ -38,7 +38,7 @@ from proximetry.training.run_folder import RunFolder
 from proximetry.training.schedule import LearningRates
 from proximetry.training.sources.base import TrainingData, open_catalog
 from proximetry.training.sources.image_data import ImageData
-from proximetry.training.sources.torch_dataset import DatasetData, TorchDatasets
+from proximetry.training.sources.torch_dataset import TorchDatasetData, TorchDatasets
 from proximetry.training.sources.vector_data import CachedFeatures, VectorData
 from proximetry.training.step import Objective, Updater
 
@@ -77,7 +77,7 @@ def build(
     """
     clock, world, report = Stopwatch(), context.world, context.display.message
     if recipe.training.wandb:
-        need("wandb", None, "training.wandb")
+        import_optional("wandb", None, "training.wandb")
     # A graph that was explicitly set has to be recorded; one that is "auto" may fail.
     on_graph_failure = None if recipe.training.cuda_graph is True else report
     embedder, data = make_data(recipe, context)
@@ -173,7 +173,7 @@ def make_data(recipe: Recipe, context: RunContext) -> tuple[Embedder, TrainingDa
     recipe = fit_crop_size(recipe, embedder, display.message)
     check_network(recipe, embedder)
     if isinstance(source, TorchDatasets):
-        return embedder, DatasetData(recipe, source, catalog, embedder, world, display=display)
+        return embedder, TorchDatasetData(recipe, source, catalog, embedder, world, display=display)
     if isinstance(catalog, VectorCatalog):
         if embedder.takes_images:
             raise UsageError(f"the embedder takes images, but {catalog.root} contains vectors")

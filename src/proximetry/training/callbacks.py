@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from proximetry._util.errors import closest
+from proximetry._util.errors import suggest
 from proximetry._util.formatting import format_value
 
 if TYPE_CHECKING:
@@ -60,6 +60,6 @@ def check_callbacks(callbacks: object) -> list[Any]:
             )
         for method in methods:
             if method not in EVENTS:
-                name, hint = type(callback).__name__, closest(method, EVENTS)
+                name, hint = type(callback).__name__, suggest(method, EVENTS)
                 raise TypeError(f"callback {name}: {method} is never called{hint}")
     return checked

@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 
 from proximetry._util.files import (
     CHECKSUM,
-    SEAL,
+    CHECKSUM_PLACEHOLDER,
     atomic_path,
     atomic_write,
-    is_sealed,
+    has_valid_checksum,
     parse_json,
-    sealed,
+    with_checksum,
 )
-from proximetry._util.formatting import some
+from proximetry._util.formatting import join_first
 from proximetry.recipe.loading import differences
 from proximetry.recipe.schema import Recipe
 
@@ -174,7 +174,9 @@ def restore_best(run: Run) -> None:
 
 def _check_same(path: Path, plain: dict[str, Any], run: Run) -> None:
     """Reject a checkpoint of another recipe or other images, or with impossible counters."""
-    changed = differences(Recipe.load(plain["recipe"]).essence(), run.recipe.essence())
+    changed = differences(
+        Recipe.load(plain["recipe"]).computation_keys(), run.recipe.computation_keys()
+    )
     if changed:
         raise CheckpointError(path, f"is of a run with another recipe: {', '.join(changed)}")
     check_same_images(run.folder.path, plain["images"], run.data.fingerprint)
@@ -204,7 +206,7 @@ def check_same_images(folder: Path, before: Mapping[str, Any], now: Mapping[str,
         same_rows = before["rows"] == now["rows"]
         changes = ["other image files" if same_rows else "other classes or splits of images"]
     raise RunError(
-        f"the run in {folder} was started with other images: {some(changes)}. Restore them, "
+        f"the run in {folder} was started with other images: {join_first(changes)}. Restore them, "
         "choose another folder, or start over with --fresh."
     )
 
@@ -222,12 +224,12 @@ def save_checkpoint(
         for name, tensor in values.items()
     }
     header = {
-        CHECKSUM: SEAL,  # first: `sealed` replaces the first one
+        CHECKSUM: CHECKSUM_PLACEHOLDER,  # first: `with_checksum` replaces the first one
         "format": FORMAT,
         "state": state,
         "optimizer": {"groups": saved["param_groups"]},
     }
-    atomic_write(path, sealed(save(tensors, {"proximetry": json.dumps(header)})))
+    atomic_write(path, with_checksum(save(tensors, {"proximetry": json.dumps(header)})))
 
 
 def link_checkpoint(source: Path, target: Path) -> None:
@@ -303,6 +305,6 @@ def read_header(path: Path, *, whole: bool = True) -> tuple[dict[str, Any], byte
         raise CheckpointError(path, "is damaged, or no checkpoint of Proximetry") from error
     if version != FORMAT:
         raise CheckpointError(path, f"has format {version!r}; this version reads {FORMAT}")
-    if whole and not is_sealed(content):
+    if whole and not has_valid_checksum(content):
         raise CheckpointError(path, "is damaged: its checksum does not match")
     return header, content

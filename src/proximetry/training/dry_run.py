@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from proximetry._util.formatting import first_few, pluralize, readable_seconds, readable_size
-from proximetry.data.cache import Bad, cache_home, describe_copies, raise_unreadable
 from proximetry.data.images import ImageError
 from proximetry.data.loader import decode, parallel_map
+from proximetry.data.pixel_cache import Bad, cache_home, describe_copies, raise_unreadable
 from proximetry.models.embedder import extract_features
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.schema import Recipe
@@ -111,7 +111,7 @@ def _estimate(run: Run, notes: _Notes, state: str, epochs: int) -> dict[str, Any
     if isinstance(data, ImageData) and epochs:
         decoded = run.world.first(lambda: _decode(run, notes.display))
         if decoded.bad:
-            data.divide(without(data.catalog, decoded.bad))
+            data.split(without(data.catalog, decoded.bad))
         for line in (*data.notes, *decoded.copies):
             notes.message(line)
     per_epoch = len(data.sampler) * min(recipe.data.batch_size, len(data.rows["train"]))
@@ -185,7 +185,7 @@ def _images_evaluated(run: Run, epochs: int) -> int:
         for splits in (run.watched_splits(), run.final_splits())
     )
     passes = (1 + recipe.evaluation.untrained) * (final + pca) if final else pca
-    return math.ceil(epochs / recipe.evaluated_every(watched > 0)) * (watched + pca) + passes
+    return math.ceil(epochs / recipe.evaluation_interval(watched > 0)) * (watched + pca) + passes
 
 
 def _measure(run: Run, recipe: Recipe) -> tuple[float, float, int]:

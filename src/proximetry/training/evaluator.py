@@ -17,13 +17,13 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from proximetry._util.errors import UsageError
-from proximetry._util.formatting import some
+from proximetry._util.formatting import join_first
 from proximetry._util.types import Progress
 from proximetry.data import Catalog, VectorCatalog
-from proximetry.data.cache import describe_copies
+from proximetry.data.pixel_cache import describe_copies
 from proximetry.kernels.cuda_graphs import GraphedInference
 from proximetry.metrics import Evaluation, Metrics, evaluate
-from proximetry.models import Embedder, evaluating
+from proximetry.models import Embedder, evaluation_mode
 from proximetry.models.constants import Similarity
 from proximetry.models.embedder import extract_features, why_not_finite
 from proximetry.models.encoding import OnError
@@ -32,7 +32,11 @@ from proximetry.models.pca import centered, moments_of_few, principal_axes, seco
 from proximetry.recipe.schema import EvaluationConfig, Recipe
 from proximetry.training.checkpoint import RunError
 from proximetry.training.distributed import World, any_rank, share_buffers
-from proximetry.training.query_gallery_split import check_comparison, compared, with_needed_roles
+from proximetry.training.query_gallery_split import (
+    check_comparison,
+    evaluation_arguments,
+    with_needed_roles,
+)
 from proximetry.training.sources.base import Rows, TrainingData
 from proximetry.training.step import autocast
 
@@ -41,7 +45,7 @@ Scores = dict[str, Any]
 trained binary codes by Hamming distance; ``with_distractors``, for held-out classes, the metric
 that selects the epoch with training images as distractors."""
 CODES = "codes"
-Scored = dict[int | str, Evaluation]
+QueryScores = dict[int | str, Evaluation]
 """Scores of every query: with all dimensions first, with the first d, by d, and of `CODES`."""
 
 MAX_DISTRACTORS = 10_000
@@ -59,19 +63,21 @@ def score_queries(
     rows: Rows | None = None,
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
-) -> Scored:
+) -> QueryScores:
     """Score every query with all dimensions of the embeddings, with the first d, and by codes.
 
     Each process of a ``group`` passes its share of the catalog and the numbers of its ``rows``.
     """
     options: Any = {"metrics": metrics, "group": group, "progress": progress}
-    scored: Scored = {
-        dim: evaluate(**compared(vectors[:, :dim], catalog, similarity, rows), **options)
+    scored: QueryScores = {
+        dim: evaluate(
+            **evaluation_arguments(vectors[:, :dim], catalog, similarity, rows), **options
+        )
         for dim in (vectors.shape[1], *eval_dims)
     }
     if binary:
         options["metrics"] = metrics.of_lists()
-        arguments = compared(vectors, catalog, similarity, rows)
+        arguments = evaluation_arguments(vectors, catalog, similarity, rows)
         scored[CODES] = evaluate(**arguments, binary=True, **options)
     return scored
 
@@ -128,7 +134,7 @@ def leakage_warnings(embedder: Embedder, catalog: Catalog) -> list[str]:
     known = sorted({*(embedder.class_names or ())} & {*catalog.class_names})
     seen = (
         f"the embedder was trained on {len(known)} of {len(catalog.class_names)} classes, by their "
-        f"names, so not all classes are unseen: {some(known)}"
+        f"names, so not all classes are unseen: {join_first(known)}"
     )
     copies = [] if isinstance(catalog, VectorCatalog) else describe_copies(catalog)
     return [seen, *copies] if known else copies
@@ -202,7 +208,7 @@ def check_input(embedder: Embedder, catalog: Catalog) -> None:
         raise UsageError(f"this embedder takes {expected}, but {catalog.root} has {width}")
 
 
-class Evaluated(NamedTuple):
+class SplitScores(NamedTuple):
     """Scores by split, and the embedder that has them, with its PCA folded into the head."""
 
     scores: dict[str, Scores]
@@ -252,11 +258,11 @@ class Evaluator:
     def _group(self) -> dist.ProcessGroup | None:
         return dist.group.WORLD if self.world.size > 1 else None
 
-    def evaluate(self, splits: Sequence[str], *, full_precision: bool = False) -> Evaluated:
+    def evaluate(self, splits: Sequence[str], *, full_precision: bool = False) -> SplitScores:
         """Evaluate the current weights, in the precision of training or in float32."""
         self._merge()
         share_buffers(self.embedder, self.world)
-        with torch.no_grad(), evaluating(self.embedder):
+        with torch.no_grad(), evaluation_mode(self.embedder):
             embedder, distractors = self._fit_on_train("held_out" in splits, full_precision)
             scores = {}
             for split in splits:
@@ -267,12 +273,12 @@ class Evaluator:
                     with self._autocast(full_precision):
                         others = embedder.project(distractors)
                     scores[split] |= self._search_with_distractors(vectors, others)
-        return Evaluated(scores, embedder)
+        return SplitScores(scores, embedder)
 
     def embed(self, rows: Rows) -> Tensor:
         """Return the embeddings of rows of the catalog, before any PCA, on every process."""
         self._merge()
-        with torch.no_grad(), evaluating(self.embedder):
+        with torch.no_grad(), evaluation_mode(self.embedder):
             return torch.cat([*self._embed(self.embedder, rows, full_precision=False)])
 
     def _merge(self) -> None:
@@ -416,6 +422,6 @@ class Evaluator:
             return
         bad = [*chain.from_iterable(self.world.gather(bad))]
         raise RunError(
-            f"the embeddings of {len(bad)} images are not finite ({some(bad, 2)}): "
+            f"the embeddings of {len(bad)} images are not finite ({join_first(bad, 2)}): "
             f"{why_not_finite(embedder)}"
         )

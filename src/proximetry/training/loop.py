@@ -18,7 +18,7 @@ from proximetry.data.images import ImageError
 from proximetry.recipe.schema import Recipe
 from proximetry.training.checkpoint import RunError, TrainState, link_checkpoints, save_state
 from proximetry.training.distributed import World, any_rank
-from proximetry.training.evaluator import Evaluated, Evaluator
+from proximetry.training.evaluator import Evaluator, SplitScores
 from proximetry.training.results import (
     early_stop,
     evaluate_final,
@@ -125,19 +125,19 @@ class Run:
     """What the ``auto`` values of the recipe became, in lines for people."""
     callbacks: Sequence[Any] = ()
     stop_requests: StopRequests = field(default_factory=StopRequests)
-    stopping: bool = False
-    finishing: bool = False
+    stop_requested: bool = False
+    finish_requested: bool = False
 
     def stop(self) -> None:
         """End the run after the current step with a checkpoint; the same call resumes it."""
-        self.stopping = True
+        self.stop_requested = True
 
     def finish(self) -> None:
         """End training after the current epoch; the run is then complete, and `train` returns.
 
         The same recipe with another ``training.epochs`` resumes it.
         """
-        self.finishing = True
+        self.finish_requested = True
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the modules of a checkpoint."""
@@ -170,7 +170,10 @@ class Run:
 
     def evaluates_now(self) -> bool:
         """Return whether the embedder is evaluated and saved after this epoch."""
-        epoch, every = self.state.epoch, self.recipe.evaluated_every(bool(self.watched_splits()))
+        epoch, every = (
+            self.state.epoch,
+            self.recipe.evaluation_interval(bool(self.watched_splits())),
+        )
         return epoch % every == 0 or epoch == self.recipe.training.epochs
 
     def keeps_checkpoint(self) -> bool:
@@ -185,7 +188,7 @@ class Run:
         selected = self.state.best_epoch == epoch
         return selected or regular or self.keeps_checkpoint() or self.is_over()
 
-    def select(self, evaluated: Evaluated) -> bool:
+    def select(self, evaluated: SplitScores) -> bool:
         """Update the selected epoch and the schedule; return whether this epoch is selected."""
         selection = self.selection()
         if selection is None:
@@ -268,7 +271,7 @@ def fit(run: Run) -> dict[str, Any]:
             link_checkpoints(run)  # best.safetensors is a hard link to last.safetensors
         run.log(line)  # after the checkpoint: a logged epoch can be resumed from
         run.notify("on_epoch_end", line)
-        if any_rank(run.finishing, run.world) and not run.is_over():
+        if any_rank(run.finish_requested, run.world) and not run.is_over():
             state.finished = run.recipe.training.epochs
             save_state(run)
     if why := early_stop(run):
@@ -309,7 +312,7 @@ def train_epoch(run: Run) -> dict[str, Any]:
             if within and checkpoint_steps and state.step % checkpoint_steps == 0:
                 save_state(run)
             run.notify("on_step_end", loss)
-            if any_rank(run.stopping or run.stop_requests(), run.world):
+            if any_rank(run.stop_requested or run.stop_requests(), run.world):
                 clock.enter("other")
                 save_state(run)
                 run.notify("on_stop")

@@ -50,7 +50,7 @@ def _roles(catalog: Catalog) -> tuple[Mask, Mask]:
     return np.asarray(catalog.queries, bool), np.asarray(catalog.galleries, bool)
 
 
-def compared(
+def evaluation_arguments(
     vectors: Tensor,
     catalog: Catalog,
     similarity: Similarity,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from torch import Tensor
 
-from proximetry._util.files import read_json, writing
-from proximetry._util.formatting import printable, readable_seconds, spaced
+from proximetry._util.files import name_write_errors, read_json
+from proximetry._util.formatting import format_int, printable, readable_seconds
 from proximetry.recipe.loading import flatten
 from proximetry.training.metrics_table import metric_title
 
@@ -53,7 +53,7 @@ class Trackers(AbstractContextManager[Any]):
         values = {key.replace(".", "/"): value for key, value in flatten(line).items()}
         flat = {key: value for key, value in values.items() if isinstance(value, (int, float))}
         if self._board is not None:
-            with writing(run.folder.path / "tensorboard"):
+            with name_write_errors(run.folder.path / "tensorboard"):
                 for name, value in flat.items():
                     self._board.add_scalar(name, value, line["epoch"])
                 self._board.flush()
@@ -102,7 +102,7 @@ class PlainDisplay(Display):
             self._what, self._since, self._printed = what, now, now
         elif now - self._printed >= 60 and 0 < done < total:
             left = readable_seconds((now - self._since) / done * (total - done))
-            self.message(f"{what}: {spaced(done)} of {spaced(total)}, about {left} left")
+            self.message(f"{what}: {format_int(done)} of {format_int(total)}, about {left} left")
             self._printed = now
         self._done = done
 
@@ -150,7 +150,7 @@ class RichDisplay(PlainDisplay):
             description=what,
             completed=done,
             total=total,
-            figures=f"{spaced(done)} of {spaced(total)}",
+            figures=f"{format_int(done)} of {format_int(total)}",
             refresh=done == total,
         )
 

@@ -9,7 +9,7 @@ import torch
 
 from proximetry.metrics import separability
 from proximetry.training.checkpoint import restore_best
-from proximetry.training.evaluator import Evaluated, Scores
+from proximetry.training.evaluator import Scores, SplitScores
 from proximetry.training.metrics_table import selection_title
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def evaluate_untrained(run: Run) -> dict[str, Any]:
     return {"epoch": 0, "step": 0, "seconds": 0.0, **scores, "evaluation_seconds": seconds}
 
 
-def evaluate_final(run: Run, evaluated: Evaluated | None) -> tuple[dict[str, Any], Evaluated]:
+def evaluate_final(run: Run, evaluated: SplitScores | None) -> tuple[dict[str, Any], SplitScores]:
     """Evaluate the last and the selected epoch; return the results and the selected embedder.
 
     ``evaluated`` is the evaluation of the current weights, if there was one.
@@ -73,7 +73,7 @@ def evaluate_final(run: Run, evaluated: Evaluated | None) -> tuple[dict[str, Any
     return results, selected
 
 
-def _evaluate(run: Run, evaluated: Evaluated | None = None) -> Evaluated:
+def _evaluate(run: Run, evaluated: SplitScores | None = None) -> SplitScores:
     """Evaluate all final splits in float32, like the saved embedder.
 
     Splits that ``evaluated`` has in that precision are not evaluated again.
@@ -85,7 +85,7 @@ def _evaluate(run: Run, evaluated: Evaluated | None = None) -> Evaluated:
     if not missing:
         return evaluated
     more = run.evaluator.evaluate(missing, full_precision=True)
-    return Evaluated({**evaluated.scores, **more.scores}, more.embedder)
+    return SplitScores({**evaluated.scores, **more.scores}, more.embedder)
 
 
 def selection_value(scores: Scores, metric: str) -> float:
@@ -125,7 +125,7 @@ def _notes(run: Run, results: dict[str, Any]) -> list[str]:
     return notes
 
 
-def save_embedder(run: Run, scores: dict[str, Any], evaluated: Evaluated) -> None:
+def save_embedder(run: Run, scores: dict[str, Any], evaluated: SplitScores) -> None:
     """Save the embedder of the selected epoch; replaces the previous one."""
     if run.world.leads:
         evaluated.embedder.save(

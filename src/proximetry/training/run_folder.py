@@ -22,15 +22,15 @@ from proximetry import __version__
 from proximetry._util.errors import UsageError
 from proximetry._util.files import (
     CHECKSUM,
+    acquire_lock,
     atomic_write,
     check_writable,
+    final_name,
+    json_with_checksum,
+    name_write_errors,
     parse_json,
     read_json,
     read_text,
-    sealed_json,
-    take_lock,
-    writing,
-    written_for,
 )
 from proximetry.models.storage import read_embedder
 from proximetry.recipe.auto import keep_choices
@@ -92,7 +92,7 @@ class SavedRun:
 
         Paths, runtime settings and the duration may differ.
         """
-        changed = differences(self.recipe.essence(), recipe.essence())
+        changed = differences(self.recipe.computation_keys(), recipe.computation_keys())
         old, new = Path(self.recipe.model.weights), Path(recipe.model.weights)
         if old.exists() and new.exists() and not old.samefile(new):  # else it may have moved
             changed = changed or [f"model.weights {old} → {new}"]
@@ -177,7 +177,7 @@ class RunFolder:
     def _remove_partial_files(self) -> None:
         """Remove the partial files of a killed process."""
         for path in [*self.path.glob(".*"), *self.path.glob("*/.*")]:
-            file = str(path.relative_to(self.path).parent / written_for(path))
+            file = str(path.relative_to(self.path).parent / final_name(path))
             if any(fnmatch(file, name) for name in _FILES):
                 path.unlink(missing_ok=True)
 
@@ -206,7 +206,7 @@ class RunFolder:
             raise FolderError(f"{existing} is not writable. Choose another folder.") from None
         if existing != self.path or self.holds_run():
             return
-        names = {path.name for path in self.path.iterdir() if not written_for(path)}
+        names = {path.name for path in self.path.iterdir() if not final_name(path)}
         if any(self.last.parent.glob("*")) or names - {"checkpoints", "environment.json", LOCK}:
             raise FolderError(
                 f"{self.path} is not empty and contains no run. Choose another folder."
@@ -254,7 +254,7 @@ class RunFolder:
             return False
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = take_lock(self.lock, LOCK_SECONDS, report)
+            self._lock = acquire_lock(self.lock, LOCK_SECONDS, report)
         except TimeoutError as error:
             raise RunError(
                 f"{error} is training in {self.path}. Wait for it, or choose another folder."
@@ -293,7 +293,7 @@ class RunFolder:
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
-        with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
+        with name_write_errors(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def history(self) -> list[dict[str, Any]]:
@@ -316,7 +316,7 @@ class RunFolder:
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Write results.json."""
-        atomic_write(self.results, sealed_json(results))
+        atomic_write(self.results, json_with_checksum(results))
 
     def read_results(self) -> dict[str, Any]:
         """Read results.json."""

@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
 from proximetry import __version__
-from proximetry._util.errors import UsageError, closest
+from proximetry._util.errors import UsageError, suggest
 from proximetry._util.formatting import format_value, shorten
 from proximetry._util.machine import cores
 from proximetry.data import ImageError
@@ -29,7 +29,7 @@ from proximetry.search.rows import parse_conditions
 from proximetry.web.map import MOST, MapError, MapMaker
 from proximetry.web.middleware import MOST_BYTES, problem
 from proximetry.web.searcher import MOST_PIXELS, Conditions, Searcher
-from proximetry.web.view import SIZES, View, plain
+from proximetry.web.view import SIZES, View, to_json_value
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ An upload may have {MOST_BYTES // 10**6} MB and {MOST_PIXELS // 10**6} million p
 Scalar = str | int | float | bool | None
 
 
-class Problem(BaseModel):
+class ErrorResponse(BaseModel):
     """An error."""
 
     detail: str = Field(description="The message.")
@@ -123,7 +123,7 @@ class Map(BaseModel):
     labels: list[str] = Field(default=[], description="The classes, most frequent ones first.")
 
 
-class Class(BaseModel):
+class ClassCount(BaseModel):
     """A class and its number of images."""
 
     name: str
@@ -140,7 +140,9 @@ class GalleryInfo(BaseModel):
     similarity: Literal["cosine", "euclidean"]
     index: str
     columns: list[str] = Field(description="Columns that `where` can filter by.")
-    classes: list[Class] = Field(description=f"The {_MOST_CLASSES} most frequent ones at most.")
+    classes: list[ClassCount] = Field(
+        description=f"The {_MOST_CLASSES} most frequent ones at most."
+    )
     class_count: int
     suggested: list[int] = Field(description="Ids of some images for the start page.")
     backbone: str
@@ -150,11 +152,13 @@ class GalleryInfo(BaseModel):
 
 
 ItemId = Annotated[int, PathParameter(ge=0, le=_LARGEST_ID, description="The id of an image.")]
-_NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"model": Problem, "description": "No such id"}}
+_NOT_FOUND: dict[int | str, dict[str, Any]] = {
+    404: {"model": ErrorResponse, "description": "No such id"}
+}
 _COMMON: dict[int | str, dict[str, Any]] = {
-    401: {"model": Problem, "description": "The token is missing or wrong"},
-    422: {"model": Problem, "description": "Invalid request"},
-    503: {"model": Problem, "description": "Busy"},
+    401: {"model": ErrorResponse, "description": "The token is missing or wrong"},
+    422: {"model": ErrorResponse, "description": "Invalid request"},
+    503: {"model": ErrorResponse, "description": "Busy"},
 }
 
 
@@ -184,7 +188,7 @@ class Service:
         """Return the description of the gallery."""
         about = self.view.about()
         gallery, embedder = about.gallery, about.gallery.embedder
-        classes = [Class(name=name, images=count) for name, count in about.classes.items()]
+        classes = [ClassCount(name=name, images=count) for name, count in about.classes.items()]
         return GalleryInfo(
             name=self.view.path.resolve().name,
             version=gallery.version,
@@ -198,7 +202,7 @@ class Service:
             suggested=about.suggested,
             backbone=embedder.architecture.backbone,
             image_size=list(embedder.preprocessing.crop),
-            metrics=plain(embedder.metrics),
+            metrics=to_json_value(embedder.metrics),
             limits={"bytes": MOST_BYTES, "pixels": MOST_PIXELS},
         )
 
@@ -224,7 +228,7 @@ class Service:
                 ids=ids.tolist(),
                 x=points[:, 0].tolist(),
                 y=points[:, 1].tolist(),
-                label=[number.get(plain(label), -1) for label in labels],
+                label=[number.get(to_json_value(label), -1) for label in labels],
                 labels=list(number),
             )
             self._map = key, answer.model_dump_json().encode()
@@ -301,8 +305,8 @@ def _add_search(app: FastAPI, service: Service) -> None:
         openapi_extra={"requestBody": SearchForm.described()},
         responses={
             **_NOT_FOUND,
-            413: {"model": Problem, "description": "The upload is too large"},
-            415: {"model": Problem, "description": "Not an image, damaged or too large"},
+            413: {"model": ErrorResponse, "description": "The upload is too large"},
+            415: {"model": ErrorResponse, "description": "Not an image, damaged or too large"},
         },
     )
     async def search(request: Request, response: Response) -> Matches:
@@ -336,7 +340,7 @@ def _parse_form(form: FormData) -> tuple[SearchForm, Conditions]:
     values: dict[str, Any] = {}
     for name, value in form.multi_items():
         if name not in fields:
-            raise UsageError(f"no field {format_value(name)}{closest(name, fields)}")
+            raise UsageError(f"no field {format_value(name)}{suggest(name, fields)}")
         if value and isinstance(value, UploadFile) != (name == "image"):
             raise UsageError(f"{name} must {'' if name == 'image' else 'not '}be a file")
         if value:
@@ -367,7 +371,10 @@ def _add_items(app: FastAPI, service: Service) -> None:
             200: {"content": {"image/jpeg": {}, "image/png": {}}},
             304: {"description": "The client has this version"},
             **_NOT_FOUND,
-            410: {"model": Problem, "description": "The file is missing, or not an image any more"},
+            410: {
+                "model": ErrorResponse,
+                "description": "The file is missing, or not an image any more",
+            },
         },
     )
     async def get_image(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from proximetry._util.files import atomic_path, cache_folder, writing
+from proximetry._util.files import atomic_path, cache_folder, name_write_errors
 
 if TYPE_CHECKING:  # the child imports nothing but what t-SNE needs
     from proximetry.search import Gallery
@@ -111,7 +111,7 @@ def _run(*job: Any) -> None:
 def compute(version: str, ids: Any, vectors: Any, similarity: Any) -> None:
     """Compute a map and cache it."""
     file = _file(version)
-    with writing(file):  # before the work
+    with name_write_errors(file):  # before the work
         file.parent.mkdir(parents=True, exist_ok=True)
     points = np.empty((0, 2), np.float32)
     if len(ids):

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_value, pluralize
-from proximetry._util.imports import need
+from proximetry._util.imports import import_optional
 from proximetry.search.manifest import is_milvus, read_manifest
 from proximetry.web.middleware import AccessMiddleware, check_token
 
@@ -55,7 +55,7 @@ def serve(
         )
     read_manifest(Path(gallery))  # reports a wrong name before torch is imported
     for package in ("uvicorn", "python_multipart", "fastapi", "httptools"):
-        need(package, "web", "The search page")
+        import_optional(package, "web", "The search page")
     from PIL import Image
 
     from proximetry.web.app import make_app

@@ -109,10 +109,10 @@ class View:
             records.append(
                 {
                     "id": int(one),
-                    "label": plain(columns["label"][row]),
-                    "file": plain(inside if inside != path else os.path.basename(path)),
+                    "label": to_json_value(columns["label"][row]),
+                    "file": to_json_value(inside if inside != path else os.path.basename(path)),
                     "image": f"items/{int(one)}/image",
-                    "details": {name: plain(columns[name][row]) for name in others},
+                    "details": {name: to_json_value(columns[name][row]) for name in others},
                 }
             )
         return records
@@ -173,17 +173,17 @@ def _describe(gallery: Gallery) -> About:
     return About(
         gallery,
         os.path.commonpath(folders) if folders else "",
-        {plain(name): count for name, count in classes},
+        {to_json_value(name): count for name, count in classes},
         [int(one) for one in draw.permutation(sample)[:_SUGGESTED]],
     )
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Convert a value to JSON: NaN and infinity become None, bytes that are not UTF-8 "�"."""
     if isinstance(value, dict):
-        return {str(name): plain(inner) for name, inner in value.items()}
+        return {str(name): to_json_value(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [plain(inner) for inner in value]
+        return [to_json_value(inner) for inner in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, int):

@@ -15,8 +15,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from proximetry._util.errors import UsageError, closest
-from proximetry._util.formatting import format_value, spaced
+from proximetry._util.errors import UsageError, suggest
+from proximetry._util.formatting import format_int, format_value
 from proximetry._util.types import Progress
 from proximetry.data.folders import class_folders
 
@@ -177,7 +177,7 @@ def open_dataset(
     other arguments are for tables: see `Catalog.from_csv`.
     """
     if name not in DATASETS:
-        raise UsageError(f"unknown dataset {format_value(name)}{closest(name, DATASETS)}")
+        raise UsageError(f"unknown dataset {format_value(name)}{suggest(name, DATASETS)}")
     info = DATASETS[name]
     if root is None and not info.built_in:
         raise UsageError(f"dataset {name!r} needs its folder: one with {info.layout}")
@@ -213,11 +213,14 @@ def datasets_table() -> str:
     for info in DATASETS.values():
         if info.train and info.test:
             train, test = (
-                f"{spaced(size.classes)} classes, {spaced(size.images)} images"
+                f"{format_int(size.classes)} classes, {format_int(size.images)} images"
                 for size in (info.train, info.test)
             )
             if info.query and info.gallery:
-                queries, gallery = spaced(info.query.images), spaced(info.gallery.images)
+                queries, gallery = (
+                    format_int(info.query.images),
+                    format_int(info.gallery.images),
+                )
                 test += f" ({queries} queries, {gallery} in the gallery)"
             rows.append(f"| `{info.name}` | {info.title} | {train} | {test} |")
     return "\n".join(rows)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from proximetry._util.files import atomic_path, cache_folder
-from proximetry._util.imports import need
+from proximetry._util.imports import import_optional
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets.readers import split_by_class
 from proximetry.data.folders import SEPARATOR, shard_members
@@ -28,10 +28,10 @@ from proximetry.data.folders import SEPARATOR, shard_members
 try:
     from PIL import Image, ImageFont, features
 except ModuleNotFoundError:
-    need("PIL", "glyphs", "Drawing glyphs")
+    import_optional("PIL", "glyphs", "Drawing glyphs")
 
 _DEJAVU = ("", "-Bold", "-Oblique", "-BoldOblique")
-FACES = (
+FONTS = (
     *(f"DejaVuSans{style}" for style in _DEJAVU),
     *(f"DejaVuSansMono{style}" for style in _DEJAVU),
     *(f"DejaVuSerif{style}" for style in ("", "-Bold", "-Italic", "-BoldItalic")),
@@ -95,15 +95,15 @@ def script(character: str) -> str:
 
 
 @cache
-def face_characters(face: str) -> frozenset[str]:
+def font_characters(face: str) -> frozenset[str]:
     """Return the characters that a face has an outline for."""
-    fonts = need("fontTools.ttLib", "glyphs", "Drawing glyphs")
+    fonts = import_optional("fontTools.ttLib", "glyphs", "Drawing glyphs")
     with fonts.TTFont(_font_file(face), lazy=True) as font:
         return frozenset(map(chr, font.getBestCmap()))
 
 
 @cache
-def load_face(face: str, size: int) -> ImageFont.FreeTypeFont:
+def load_font(face: str, size: int) -> ImageFont.FreeTypeFont:
     """Return a face at a size in pixels."""
     # The plain layout: the other one depends on which libraries the system has.
     return ImageFont.truetype(_font_file(face), size, layout_engine=ImageFont.Layout.BASIC)
@@ -113,24 +113,24 @@ def _font_file(face: str) -> str:
     # matplotlib itself is not imported: only its files are needed.
     spec = find_spec("matplotlib")
     origin = spec.origin if spec else None
-    home = Path(origin or need("matplotlib", "glyphs", "Drawing glyphs").__file__).parent
+    home = Path(origin or import_optional("matplotlib", "glyphs", "Drawing glyphs").__file__).parent
     return os.fspath(home / "mpl-data" / "fonts" / "ttf" / f"{face}.ttf")
 
 
 def _key(side: int, seed: int) -> str:
     """Digest everything that the pixels depend on."""
-    _font_file(FACES[0])  # without matplotlib, the error names what to install
+    _font_file(FONTS[0])  # without matplotlib, the error names what to install
     pillow, fonts = metadata.version("pillow"), metadata.version("matplotlib")
     freetype = features.version("freetype2")
-    facts = (_DRAWING, side, seed, pillow, freetype, fonts, characters(), FACES)
+    facts = (_DRAWING, side, seed, pillow, freetype, fonts, characters(), FONTS)
     return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
 
 def _draw_all(file: Path, side: int, seed: int) -> None:
     with tarfile.open(file, "w") as tar:
         for character in characters():
-            for number, face in enumerate(FACES):
-                if character in face_characters(face):
+            for number, face in enumerate(FONTS):
+                if character in font_characters(face):
                     random = np.random.default_rng([seed, ord(character), number])
                     buffer = io.BytesIO()
                     _draw(character, face, side, random).save(buffer, "PNG", compress_level=4)
@@ -159,7 +159,7 @@ def _draw(character: str, face: str, side: int, random: np.random.Generator) -> 
 
 
 def _ink(character: str, face: str, size: int, angle: float) -> Image.Image:
-    mask = load_face(face, size).getmask(character, mode="L")
+    mask = load_font(face, size).getmask(character, mode="L")
     image = Image.frombytes("L", mask.size, bytes(mask))
     image = image.rotate(angle, Image.Resampling.BICUBIC, expand=True)
     return image.crop(image.getbbox())

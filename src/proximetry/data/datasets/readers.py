@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from proximetry._util.errors import UsageError
-from proximetry._util.formatting import some
-from proximetry._util.imports import need
+from proximetry._util.formatting import join_first
+from proximetry._util.imports import import_optional
 from proximetry.data.catalog import Catalog
 from proximetry.data.datasets import DATASETS, DatasetInfo
 from proximetry.data.folders import class_folders, is_image
@@ -39,7 +39,7 @@ def cub(root: Path) -> Catalog:
     names = dict(fields_of(home / "images.txt", 2))
     numbers = {image: int(label) for image, label in fields_of(home / "image_class_labels.txt", 2)}
     if unlabeled := [image for image in names if image not in numbers]:
-        raise ValueError(f"{home / 'image_class_labels.txt'} lacks images {some(unlabeled)}")
+        raise ValueError(f"{home / 'image_class_labels.txt'} lacks images {join_first(unlabeled)}")
     catalog = Catalog(
         paths=tuple(f"images/{name}" for name in names.values()),
         labels=tuple(name.split("/")[0] for name in names.values()),
@@ -101,7 +101,7 @@ def cars(root: Path) -> Catalog:
 def _load_mat(file: Path) -> Any:
     if not file.is_file():
         raise wrong_folder(_CARS, file.parent, file.name)
-    return need("scipy.io", "cars", "Reading .mat files").loadmat(file, squeeze_me=True)
+    return import_optional("scipy.io", "cars", "Reading .mat files").loadmat(file, squeeze_me=True)
 
 
 def _split_cars(merged: Catalog) -> Catalog:
@@ -129,7 +129,7 @@ def _split_cars(merged: Catalog) -> Catalog:
     missing = [str(number) for number in sorted(set(range(1, total + 1)) - set(numbers))]
     note = (
         f"{_CARS.title}: {len(merged)} of {total} images, {len(missing)} missing: "
-        f"numbers {some(missing, 20)}"
+        f"numbers {join_first(missing, 20)}"
     )
     return split_by_class(merged, set(first), note if missing else "")
 
@@ -226,7 +226,7 @@ def faces(root: Path) -> Catalog:
         for path, person in zip(catalog.paths, catalog.labels, strict=True)
         if not re.fullmatch(re.escape(person) + r"_\d+", PurePosixPath(path).stem)
     ]
-    notes = [f"{len(odd)} images are not named <person>_<number>: {some(odd)}"] if odd else []
+    notes = [f"{len(odd)} images are not named <person>_<number>: {join_first(odd)}"] if odd else []
     return replace(catalog, notes=(*catalog.notes, *notes))
 
 
@@ -262,7 +262,7 @@ def drop_missing(info: DatasetInfo, catalog: Catalog) -> Catalog:
             f"expected for instance {catalog.file(0)}"
         )
     existing = catalog.subset(sorted(set(range(len(catalog))) - set(missing)))
-    names = some([catalog.paths[i] for i in missing])
+    names = join_first([catalog.paths[i] for i in missing])
     note = f"{info.title}: {len(missing)} listed images do not exist: {names}"
     return replace(existing, notes=(note,))
 
@@ -276,7 +276,7 @@ def split_by_class(catalog: Catalog, train: set[str], note: str = "") -> Catalog
 
 def wrong_folder(info: DatasetInfo, root: Path, expected: str) -> ValueError:
     """Return the error for a folder that holds something else."""
-    names = some([p.name for p in sorted(root.iterdir())]) or "nothing"
+    names = join_first([p.name for p in sorted(root.iterdir())]) or "nothing"
     return ValueError(f"{info.title}: expected {expected} in {root}, found {names}")
 
 

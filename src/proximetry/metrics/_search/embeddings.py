@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._util.errors import is_whole
-from proximetry._util.formatting import some
+from proximetry._util.errors import is_integer
+from proximetry._util.formatting import join_first
 from proximetry._util.machine import by_device, override
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Similarity
@@ -31,7 +31,7 @@ _SAMPLE = 1024
 
 def as_count(value: Any, name: str, least: int = 1) -> int:
     """Return an integer of any type as an int; raise for others and those below ``least``."""
-    if not is_whole(value, least):
+    if not is_integer(value, least):
         raise ValueError(f"{name} must be a whole number from {least} up, got {value!r}")
     return int(value)
 
@@ -90,7 +90,7 @@ def as_embeddings(
         if bad:
             raise ValueError(
                 f"{name} has NaN or infinite values in {len(bad)} of {len(matrix)} rows: "
-                f"{some(map(str, bad))}; drop or recompute these rows"
+                f"{join_first(map(str, bad))}; drop or recompute these rows"
             )
     return matrix
 
@@ -129,7 +129,7 @@ def normalize(matrix: Tensor) -> Tensor:
     return result
 
 
-def middle(matrix: Tensor) -> Tensor:
+def sampled_median(matrix: Tensor) -> Tensor:
     """Return the median of each column, over a sample of the rows.
 
     Unlike a mean it is robust, and integers stay exact when it is subtracted.

@@ -125,7 +125,7 @@ def search_symmetric(
         rows, columns = pair
         tile = product(rows, columns)
         with locks[rows.start], locks[columns.start]:  # always in rising order
-            _serve(tile, state, rows, columns, with_ranks)
+            _update_from_tile(tile, state, rows, columns, with_ranks)
 
     # Pairs with the same sum modulo their number share no tile, so threads seldom wait for locks.
     tile_pairs = sorted(combinations(range(len(tiles)), 2), key=lambda pair: sum(pair) % len(tiles))
@@ -190,7 +190,9 @@ def _true_per_row(mask: Tensor) -> Tensor:
     return mask.view(torch.uint8).sum(1, dtype=torch.int32)
 
 
-def _serve(tile: Tensor, state: _State, rows: slice, columns: slice, with_ranks: bool) -> None:
+def _update_from_tile(
+    tile: Tensor, state: _State, rows: slice, columns: slice, with_ranks: bool
+) -> None:
     """Let a tile of negatives enter the lists, and the ranks, of its rows and columns."""
     row_items, column_items = state.items[rows], state.items[columns]
     high, wide = len(row_items), len(column_items)

@@ -19,8 +19,8 @@ from proximetry.metrics._search.embeddings import (
     Embeddings,
     as_vectors,
     encode,
-    middle,
     normalize,
+    sampled_median,
 )
 
 
@@ -189,7 +189,7 @@ def build_task(sets: list[Items], similarity: Similarity, share: slice = slice(N
     vectors = [items.vectors for items in sets]
     if similarity == "euclidean":
         # An offset would cost digits. All processes have the gallery, and with it the origin.
-        origin = middle(vectors[0])
+        origin = sampled_median(vectors[0])
         vectors = [rows - origin for rows in vectors]
     numbers, classes = encode(*(items.labels for items in sets))
     codes = [torch.from_numpy(part).to(device) for part in numbers]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from proximetry._util.errors import UsageError, closest
+from proximetry._util.errors import UsageError, suggest
 from proximetry._util.formatting import format_value
-from proximetry._util.imports import need
+from proximetry._util.imports import missing_package
 from proximetry._util.machine import override, preserve_rng_state
 from proximetry.models.preprocessing import Channels
 
@@ -107,7 +107,10 @@ class ResidualMLP(nn.Module):
 @cache
 def load_timm() -> Any:
     """Import timm, which is slow, and register our backbones with it."""
-    timm = need("timm", "images", "A backbone")
+    try:
+        import timm
+    except ModuleNotFoundError as error:
+        raise missing_package("A backbone", "timm", "images") from error
     from proximetry.models.backbones import bn_inception, small_convnet, sphereface  # noqa: F401
 
     return timm
@@ -138,7 +141,7 @@ def check_name(name: str) -> str:
             "Embedder.wrap(module, preprocessing, dim)."
         )
     raise UsageError(
-        f"unknown backbone {format_value(name)}{closest(str(name), timm.list_models())} "
+        f"unknown backbone {format_value(name)}{suggest(str(name), timm.list_models())} "
         "List names with `proximetry backbones 'resnet*'` or list_backbones('resnet*')."
     )
 
@@ -300,7 +303,7 @@ def _drop_unused(module: nn.Module, unused: Container[int]) -> None:
             _drop_unused(child, unused)
 
 
-def evaluating(module: nn.Module) -> AbstractContextManager[None]:
+def evaluation_mode(module: nn.Module) -> AbstractContextManager[None]:
     """Switch to evaluation mode, and restore all modes when no thread needs it any more."""
     return override(
         module.modules(),

@@ -15,11 +15,11 @@ from proximetry._util.types import Progress
 from proximetry.data import (
     Catalog,
     CenterCrop,
-    ClassBalanced,
+    ClassBalancedSampler,
     ColorJitter,
     RandomResizedCrop,
-    Shuffled,
-    Streamed,
+    ShuffledSampler,
+    StreamedSampler,
     list_datasets,
     open_dataset,
 )
@@ -44,13 +44,13 @@ class Batch(NamedTuple):
     Attributes:
         rows: of the catalog.
         labels: their classes.
-        mine: the part in the whole batch, which has ``total`` rows.
+        local_slice: the part in the whole batch, which has ``total`` rows.
         key: the seed of the run, the epoch, the number of the batch.
     """
 
     rows: Rows
     labels: Rows
-    mine: slice
+    local_slice: slice
     total: int
     key: tuple[int, int, int]
 
@@ -81,14 +81,14 @@ class TrainingData(ABC):
 
     def __init__(self, recipe: Recipe, catalog: Catalog, world: World, display: Display) -> None:
         self.world, self._recipe, self._display = world, recipe, display
-        self.divide(catalog)
+        self.split(catalog)
         for note in self.notes:
             display.message(note)
 
-    def divide(self, catalog: Catalog, skipped: Sequence[str] = ()) -> None:
+    def split(self, catalog: Catalog, skipped: Sequence[str] = ()) -> None:
         """Set the rows to train on and to evaluate; ``skipped`` are notes on unreadable images."""
         self.catalog = catalog
-        self.rows, self.protocol, notes = divide(catalog, self._recipe)
+        self.rows, self.protocol, notes = split_rows(catalog, self._recipe)
         self.notes = [*catalog.remarks(), *skipped, *notes]
         train = catalog.subset(self.rows["train"])
         self.class_names, self._codes = list(train.class_names), train.codes
@@ -170,7 +170,7 @@ FEWEST_HELD_OUT = 3
 """With fewer held-out classes nearly every query is right, whatever the epoch."""
 
 
-class Division(NamedTuple):
+class DataSplit(NamedTuple):
     """Rows of a catalog by purpose, the protocol that they allow, and notes on both."""
 
     rows: dict[str, Rows]
@@ -178,7 +178,7 @@ class Division(NamedTuple):
     notes: list[str]
 
 
-def divide(catalog: Catalog, recipe: Recipe) -> Division:
+def split_rows(catalog: Catalog, recipe: Recipe) -> DataSplit:
     """Return the rows to train on, the rows of held-out classes, and the rows of the test set.
 
     Held-out classes are a fixed draw, the same for every seed of a run, unless the catalog has a
@@ -231,7 +231,7 @@ def divide(catalog: Catalog, recipe: Recipe) -> Division:
             f"data.batch_size {size} is more than the {images} training images: an epoch is one "
             "step; a smaller batch makes more steps"
         )
-    return Division(rows, protocol, notes)
+    return DataSplit(rows, protocol, notes)
 
 
 def _why_unusable(part: Catalog, title: str, recipe: Recipe) -> str:
@@ -287,7 +287,9 @@ def make_augmentation(
     return RandomResizedCrop(crop, d.crop_scale, d.crop_ratio, d.flip, interpolation), colors
 
 
-def make_sampler(recipe: Recipe, codes: Rows, world: World) -> Shuffled | ClassBalanced:
+def make_sampler(
+    recipe: Recipe, codes: Rows, world: World
+) -> ShuffledSampler | ClassBalancedSampler:
     """Make the sampler of training batches."""
     d, seed = recipe.data, recipe.training.seed
     if d.batch_size % world.size:
@@ -298,12 +300,14 @@ def make_sampler(recipe: Recipe, codes: Rows, world: World) -> Shuffled | ClassB
     try:
         if d.sampler == "balanced":
             classes = d.batch_size // d.images_per_class
-            return ClassBalanced(codes, classes, d.images_per_class, seed=seed)
+            return ClassBalancedSampler(codes, classes, d.images_per_class, seed=seed)
         full = len(codes) >= d.batch_size
         if d.sampler == "streamed":
             buffer = d.shuffle_buffer
-            return Streamed(len(codes), d.batch_size, buffer=buffer, drop_last=full, seed=seed)
-        return Shuffled(len(codes), d.batch_size, drop_last=full, seed=seed)
+            return StreamedSampler(
+                len(codes), d.batch_size, buffer=buffer, drop_last=full, seed=seed
+            )
+        return ShuffledSampler(len(codes), d.batch_size, drop_last=full, seed=seed)
     except ValueError as error:
         raise RecipeError(f"data: {error}") from error
 

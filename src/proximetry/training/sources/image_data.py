@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry._util.formatting import first_few, readable_size, some, spaced
+from proximetry._util.formatting import first_few, format_int, join_first, readable_size
 from proximetry._util.machine import available_memory, torch_pool
 from proximetry._util.tensors import chunks
 from proximetry.data import Catalog, CenterCrop, PixelCache
 from proximetry.data.augment import ColorChanges, recolor
-from proximetry.data.cache import Bad, cache_home, estimate, unreadable_images
 from proximetry.data.images import Size
 from proximetry.data.loader import ImageLoader, Pixels
+from proximetry.data.pixel_cache import Bad, cache_home, estimate, unreadable_images
 from proximetry.data.resample import Windows
 from proximetry.models import Preprocessing
 from proximetry.recipe.auto import StorageFacts
@@ -128,7 +128,7 @@ class ImageData(TrainingData):
         """Return paths and errors of the images to skip, if the recipe sets that."""
         d = self._recipe.data
         if d.bad_images == "skip":
-            self._display.message(f"checking {spaced(len(self.catalog))} images once…")
+            self._display.message(f"checking {format_int(len(self.catalog))} images once…")
         return unreadable_images(
             self.catalog,
             self._sizes[0],
@@ -140,7 +140,7 @@ class ImageData(TrainingData):
 
     def _build(self, catalog: Catalog, size: Size) -> PixelCache:
         recipe, d = self._recipe, self._recipe.data
-        count, started, message = spaced(len(catalog)), 0.0, self._display.message
+        count, started, message = format_int(len(catalog)), 0.0, self._display.message
 
         def starting() -> None:
             nonlocal started
@@ -169,14 +169,14 @@ class ImageData(TrainingData):
         # An image that one rank cannot read would give it other rows, and other batches.
         bad: list[set[Any]] = self.world.gather(set(cache.bad))
         if differing := sorted(set.union(*bad) - set.intersection(*bad)):
-            listed = some(f"{path}: {why}" for path, why in differing)
+            listed = join_first(f"{path}: {why}" for path, why in differing)
             raise RunError(f"some processes can read images that others cannot: {listed}")
         return cache
 
     def _exclude(self, bad: Bad) -> None:
         """Continue without unreadable images."""
         skipped, before = [f"skipped {path}: {why}" for path, why in bad], self.notes
-        self.divide(without(self.catalog, bad), skipped)
+        self.split(without(self.catalog, bad), skipped)
         more = [note for note in self.notes if note not in {*before, *skipped}]
         for note in [*first_few(skipped, "results.json"), *more]:
             self._display.message(note)
@@ -218,7 +218,7 @@ class ImageData(TrainingData):
         def batches() -> Iterator[Rows]:
             for number in numbers:
                 batch = self._batch(epoch, number)
-                generator, mine = batch.generator(), batch.mine
+                generator, mine = batch.generator(), batch.local_slice
                 uniforms = self._augment.draw_uniforms(batch.total, generator)[mine]
                 colors = self._colors.draw(batch.total, generator)[mine] if self._colors else None
                 draws.append((uniforms, colors, torch.from_numpy(batch.labels)))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from proximetry._util.errors import UsageError
-from proximetry._util.formatting import format_value, spaced
+from proximetry._util.formatting import format_int, format_value
 from proximetry._util.machine import cores, preserve_rng_state
 from proximetry._util.tensors import chunks
 from proximetry.data import Catalog, PixelCache, open_image
@@ -135,7 +135,7 @@ def _labels(name: str, dataset: Any, display: Display) -> list[Any]:
     probes = (rows[0], rows[len(rows) // 2], rows[-1])
     if stored and all(_read_item(name, dataset, row)[1] == stored[row] for row in probes):
         return stored
-    display.message(f"reading {spaced(len(rows))} items of {name} once, for their labels…")
+    display.message(f"reading {format_int(len(rows))} items of {name} once, for their labels…")
     labels: list[Any] = []
     tasks = [rows[part] for part in chunks(len(rows), _LABELS_PER_TASK)]
     for part in _map(partial(_read_labels, name, dataset), tasks):
@@ -217,7 +217,11 @@ class _BatchReader:
 
     def train(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the input of a training step and its labels."""
-        generator, mine, labels = batch.generator(), batch.mine, torch.from_numpy(batch.labels)
+        generator, mine, labels = (
+            batch.generator(),
+            batch.local_slice,
+            torch.from_numpy(batch.labels),
+        )
         seeds = [derive_seed(*batch.key, position) for position in range(batch.total)[mine]]
         images = self._items(batch.rows, seeds)
         if self.tensors:
@@ -265,7 +269,7 @@ class _BatchReader:
         return images
 
 
-class DatasetData(TrainingData):
+class TorchDatasetData(TrainingData):
     """The items of custom datasets, read by worker processes when they are needed.
 
     Images are augmented and preprocessed like files; float tensors are passed to the network

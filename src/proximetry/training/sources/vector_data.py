@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry._util.formatting import readable_size, spaced
+from proximetry._util.formatting import format_int, readable_size
 from proximetry._util.tensors import gather_rows
 from proximetry.data import VectorCatalog
-from proximetry.models import Embedder, evaluating
+from proximetry.models import Embedder, evaluation_mode
 from proximetry.models.embedder import extract_features
 from proximetry.recipe.auto import PIXELS_SHARE
 from proximetry.recipe.schema import Recipe
@@ -74,12 +74,12 @@ def _features(data: TrainingData, embedder: Embedder, batch_size: int, display: 
     """
     world, total, done = data.world, sum(map(len, data.rows.values())), 0
     display.message(
-        f"computing the features of {spaced(total)} images once (the backbone is frozen: no "
+        f"computing the features of {format_int(total)} images once (the backbone is frozen: no "
         "augmentation)"
     )
     all_features = torch.zeros(len(data.catalog), embedder.width)
     share_buffers(embedder, world)
-    with torch.no_grad(), evaluating(embedder):
+    with torch.no_grad(), evaluation_mode(embedder):
         for rows in data.rows.values():
             share = world.share(len(rows))
             parts, remaining = [torch.empty(0, embedder.width)], len(rows[share])

@@ -37,12 +37,12 @@ from proximetry._util.files import (
     DISK_SHARE,
     MAX_CACHE_BYTES,
     PART_SUFFIX,
+    acquire_lock,
     atomic_write,
     cache_folder,
-    take_lock,
-    writing,
+    name_write_errors,
 )
-from proximetry._util.formatting import some
+from proximetry._util.formatting import join_first
 from proximetry._util.types import Progress
 from proximetry.data.catalog import Catalog
 from proximetry.data.folders import shard_members, split_shard_path
@@ -51,7 +51,7 @@ from proximetry.data.images import (
     Interpolation,
     Size,
     check_interpolation,
-    described_size,
+    describe_size,
     image_size,
     open_bytes,
     scaled_size,
@@ -199,7 +199,7 @@ class _Settings:
         check_interpolation(self.interpolation)
         sides = (self.size,) if isinstance(self.size, int) else self.size
         if not 1 <= min(sides) <= max(sides) <= 4096:
-            size = described_size(self.size)
+            size = describe_size(self.size)
             raise ValueError(f"images are scaled to 1 to 4096 pixels, got {size}")
         if len(catalog) == 0:
             raise ValueError("the catalog is empty: there is nothing to decode")
@@ -250,7 +250,7 @@ def _open_or_build(
     if header is None:
         home.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            lock = take_lock(home / f"{folder.name}.lock", 30 * 24 * _HOUR, lambda _: waiting())
+            lock = acquire_lock(home / f"{folder.name}.lock", 30 * 24 * _HOUR, lambda _: waiting())
             stack.callback(lock.release)
             header = _read_header(folder, catalog)  # another process may have built it
             if header is None:
@@ -291,7 +291,7 @@ def _write(
         bad: dict[int, ImageError] = {}
         files = (catalog.file(row) for row in range(total))
         with (
-            writing(folder),
+            name_write_errors(folder),
             (part / "pixels.bin").open("wb") as stream,
             closing(parallel_map(settings.read, files)) as images,
         ):
@@ -304,7 +304,7 @@ def _write(
                     checksum = zlib.crc32(image.data, checksum)
                 if progress is not None:
                     progress(row + 1, total)
-        with writing(folder):
+        with name_write_errors(folder):
             np.save(part / "index.npy", index)
         if settings.key(catalog) != folder.name:
             raise ImageError("images changed while they were decoded", "try again")
@@ -313,16 +313,16 @@ def _write(
             "bytes": {name: (part / name).stat().st_size for name in ("pixels.bin", "index.npy")},
             "digest": f"pixels:{checksum:08x}{zlib.crc32(index.tobytes()):08x}",
             "bad": {row: error.reason for row, error in bad.items()},
-            "retry": [row for row, error in bad.items() if error.passing],
+            "retry": [row for row, error in bad.items() if error.transient],
             "copies": describe_copies(catalog) if pixels else [],
             "root": os.path.abspath(catalog.root),
             "images": total,
-            "about": f"{described_size(settings.size)}, {settings.interpolation}"
+            "about": f"{describe_size(settings.size)}, {settings.interpolation}"
             + ("" if pixels else f", readability of {settings.content}"),
         }
         # A reason may quote a file name that is not UTF-8: JSON escapes it.
         atomic_write(part / "header.json", json.dumps(header).encode())
-        with writing(folder):
+        with name_write_errors(folder):
             part.rename(folder)
         return header
     finally:
@@ -392,7 +392,7 @@ def unreadable_images(
 def raise_unreadable(bad: Bad, total: int, policy: str) -> None:
     """Raise an ImageError about unreadable images, unless they are skipped."""
     if bad and (policy == "error" or len(bad) == total):
-        lines = some([f"{path}: {reason}" for path, reason in bad])
+        lines = join_first([f"{path}: {reason}" for path, reason in bad])
         hint = "; --data.bad-images skip excludes them" if len(bad) < total else ""
         raise ImageError(f"{len(bad)} of {total} images cannot be read", lines + hint)
 
@@ -412,7 +412,7 @@ def describe_copies(catalog: Catalog) -> list[str]:
             copies.append(f"{catalog.paths[row]} (of {catalog.paths[before]})")
     wrong = "in another class, byte for byte, so one of the two labels is wrong"
     return [
-        f"copies of images {where} ({len(copies)}): {some(copies)}"
+        f"copies of images {where} ({len(copies)}): {join_first(copies)}"
         for copies, where in ((same, "in the same class, byte for byte"), (other, wrong))
         if copies
     ]
@@ -493,7 +493,7 @@ def remove(entry: CacheEntry, *, dry_run: bool = False) -> bool:
     try:
         with ExitStack() as stack:
             for lock in locks:
-                stack.callback(take_lock(lock, 0, lambda _: None).release)
+                stack.callback(acquire_lock(lock, 0, lambda _: None).release)
             if not dry_run and path.is_dir():
                 # A folder with the name of a cache is always complete.
                 shutil.rmtree(path.rename(path.with_name(f".{name}.{uuid4().hex}{PART_SUFFIX}")))

@@ -14,7 +14,7 @@ from filelock import FileLock
 from PIL import Image
 
 from proximetry.data import Catalog, ImageError, PixelCache, open_image
-from proximetry.data.cache import estimate, is_intact, unreadable_images
+from proximetry.data.pixel_cache import estimate, is_intact, unreadable_images
 from tests.interrupt import completes, kill_at
 from tests.processes import Process
 
@@ -201,11 +201,11 @@ def test_least_recently_used_caches_are_removed(catalog, home, monkeypatch):
             for file in folder.iterdir():
                 os.utime(file, (used, used))
     PixelCache.build(catalog, 16, home)  # used again
-    monkeypatch.setattr("proximetry.data.cache.MAX_CACHE_BYTES", 4 * size)
+    monkeypatch.setattr("proximetry.data.pixel_cache.MAX_CACHE_BYTES", 4 * size)
     new = PixelCache.build(catalog, 19, home)
     remaining = {side for side in (16, 17, 18, 19) if estimate(catalog, side, home)[0]}
     assert remaining == {16, 18, 19}
-    monkeypatch.setattr("proximetry.data.cache.MAX_CACHE_BYTES", 1)
+    monkeypatch.setattr("proximetry.data.pixel_cache.MAX_CACHE_BYTES", 1)
     largest = PixelCache.build(catalog, 20, home)  # larger than the limit, and in use
     assert len(stores(home)) == 1
     assert new.flat.sum() > 0  # a removed file stays mapped
