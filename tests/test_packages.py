@@ -36,14 +36,14 @@ ALLOWED = {
 
 
 def imported_modules(path):
-    """The modules that a file imports, also by `need`, with the names imported from them."""
+    """The modules that a file imports, also by `import_optional`, with the names imported from them."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute here"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "need":
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "import_optional":
             yield from (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
 
 

@@ -97,7 +97,8 @@ def test_balanced_batches_have_distinct_classes_and_m_images(options):
         assert (classes == classes[:, :1]).all()
         assert len(set(classes[:, 0].tolist())) == options["classes_per_batch"]
         for images, label in zip(batch.reshape(-1, m), classes[:, 0].tolist(), strict=True):
-            assert len(set(images.tolist())) == min(m, sizes[label])
+            counts, size = Counter(images.tolist()), sizes[label]
+            assert max(counts.values()) <= (1 if m <= size else m // size + 2)
 
 
 @given(options=balanced())

@@ -98,14 +98,14 @@ def test_claim_is_compared_over_common_seeds():
     assert finding.published == pytest.approx(0.6)
     assert finding.seeds == (0, 1)  # the others have no counterpart
     assert finding.difference == pytest.approx(30.0)
-    assert finding.noise == pytest.approx(4.303 * 2**0.5, rel=1e-4)
+    assert finding.ci_half_width == pytest.approx(4.303 * 2**0.5, rel=1e-4)
     assert finding.verdict == "holds"
     assert compare(ours).verdict == "not run"
     assert compare(ours[2:] + others).verdict == "no seed in common"
     finding = compare(ours[:2] + others[:1])
     assert finding.verdict == "one seed, not tested"
     assert finding.difference == pytest.approx(32.0)
-    assert finding.noise is None
+    assert finding.ci_half_width is None
     assert compare(ours + others, "map@r").published is None
 
 

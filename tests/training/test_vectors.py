@@ -199,7 +199,7 @@ def test_evaluate_names_the_columns_of_other_parquet_files(tmp_path, capsys):
     ]
     for file, found in zip(files, ("features", "embedding", "embedding"), strict=True):
         assert main(["evaluate", file]) == 2
-        assert f"has no column 'vector' that holds lists of numbers; it has {found}, " in (
+        assert f"has no column 'vector' of lists of numbers; it has {found}, " in (
             capsys.readouterr().err
         )
     assert main(["evaluate", write_parquet(tmp_path / "d.parquet", vector=list(vectors))]) == 2
