@@ -36,7 +36,7 @@ ALLOWED = {
 
 
 def imported_modules(path):
-    """The modules that a file imports, also by `import_optional`, with the names imported from them."""
+    """The imported modules of a file, those of `import_optional` too, with the imported names."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
