@@ -256,7 +256,7 @@ def test_classes_are_verified_by_drawn_pairs():
         with pytest.raises(ValueError, match="four classes"):
             draw_pairs(few)
     for wrong in ({"folds": 1}, {"pairs": -5}):
-        with pytest.raises(ValueError, match="must be a whole number from"):
+        with pytest.raises(ValueError, match="must be an integer of"):
             draw_pairs(labels, **wrong)
 
 

@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, replace
 from inspect import Parameter, Signature, get_annotations
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 
 from torch import Tensor, nn
 
-from proximetry._util.errors import UsageError, is_integer, suggest
+from proximetry._util.errors import UsageError, suggest
 from proximetry._util.formatting import format_value
 
 #: Larger settings, or positive ones below its inverse, overflow float32 in a loss.
@@ -60,7 +60,12 @@ non_negative = number("float ≥ 0", 0.0, LARGEST, f"from 0 to {LARGEST:g}")
 cosine_margin = number("−2 ≤ float ≤ 2", -2.0, 2.0, "between -2 and 2, as cosines differ")
 fraction = number("0 ≤ float ≤ 1", 0.0, 1.0, "between 0 and 1")
 angle = number("0 ≤ float < π", 0.0, math.nextafter(math.pi, 0.0), "an angle in radians below π")
-count = Check("int ≥ 1", "a whole number of at least 1", is_integer, int)
+count = Check(
+    "int ≥ 1",
+    "an integer of at least 1",
+    lambda value: isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1,
+    int,
+)
 boolean = Check("bool", "true or false", lambda value: isinstance(value, bool), bool)
 
 

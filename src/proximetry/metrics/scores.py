@@ -107,7 +107,7 @@ def _cutoffs(values: Any, name: str) -> tuple[int, ...]:
     for number in numbers:
         if not is_integer(number) or number > _LARGEST_CUTOFF:
             limits = f"from 1 to {_LARGEST_CUTOFF}"
-            raise UsageError(f"{name} must hold whole numbers {limits}, got {number!r}")
+            raise UsageError(f"{name} must be integers {limits}, got {number!r}")
     return tuple(sorted({int(number) for number in numbers}))
 
 

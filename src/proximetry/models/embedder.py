@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -164,7 +165,7 @@ class Embedder(nn.Module):
         sizes = {"dim": (dim if bits is None else bits) or None, "image_size": image_size}
         sizes |= {"resize": resize, "input_dim": input_dim}
         for key, value in sizes.items():
-            if value is not None and not is_integer(value):
+            if value is not None and not (isinstance(value, Integral) and int(value) >= 1):
                 raise ValueError(f"{key} must be an integer of at least 1, got {value!r}")
         dim, side, resize, input_dim = (v if v is None else int(v) for v in sizes.values())
         architecture = Architecture(

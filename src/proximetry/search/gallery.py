@@ -503,9 +503,9 @@ class Gallery:
             progress: called with (done, total) while images are embedded.
         """
         if not is_integer(k):
-            raise UsageError(f"k must be a whole number from 1 up, got {k!r}")
+            raise UsageError(f"k must be an integer of at least 1, got {k!r}")
         if not is_integer(expand, 0):
-            raise UsageError(f"expand must be a whole number from 0 up, got {expand!r}")
+            raise UsageError(f"expand must be an integer of at least 0, got {expand!r}")
         if expand and self.similarity != "cosine":
             raise UsageError("expand requires a gallery with cosine similarity")
         if rerank and k > _MOST_RERANKED:

@@ -32,7 +32,7 @@ _SAMPLE = 1024
 def as_count(value: Any, name: str, least: int = 1) -> int:
     """Return an integer of any type as an int; raise for others and those below ``least``."""
     if not is_integer(value, least):
-        raise ValueError(f"{name} must be a whole number from {least} up, got {value!r}")
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     return int(value)
 
 
