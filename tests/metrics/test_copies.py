@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from proximetry.metrics import Metrics, evaluate, retrieve
 from proximetry.metrics._search import neighbors, symmetric
-from proximetry.metrics._search.task import find_copies
+from proximetry.metrics._search.problem import find_copies
 
 from . import brute
 

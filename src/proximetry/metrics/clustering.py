@@ -16,15 +16,13 @@ from torch import Tensor
 from proximetry._util.labels import Labels, as_labels
 from proximetry._util.tensors import chunks
 from proximetry._util.types import FloatArray, IntArray
-from proximetry.metrics._search.embeddings import (
+from proximetry.metrics._search.similarities import full_precision, sampled_median, tiles
+from proximetry.metrics._search.validation import (
     Embeddings,
     as_count,
     as_embeddings,
     as_vectors,
     encode,
-    full_precision,
-    sampled_median,
-    tiles,
 )
 from proximetry.metrics.scores import CLUSTERING
 

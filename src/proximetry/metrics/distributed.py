@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from proximetry._util.tensors import gather_rows
-from proximetry.metrics._search.embeddings import join_labels
-from proximetry.metrics._search.task import Items
+from proximetry.metrics._search.validation import Items, join_labels
 
 T = TypeVar("T")
 

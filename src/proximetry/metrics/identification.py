@@ -19,15 +19,16 @@ from proximetry._util.labels import Labels
 from proximetry._util.machine import by_device
 from proximetry._util.tensors import chunks
 from proximetry._util.types import FloatArray, FloatSimilarity, IntArray, Progress
-from proximetry.metrics._search.embeddings import (
+from proximetry.metrics._search.similarities import full_precision, project
+from proximetry.metrics._search.validation import (
     Embeddings,
+    Items,
     as_count,
     as_vectors,
+    check_inputs,
     check_similarity,
     encode,
-    full_precision,
 )
-from proximetry.metrics._search.task import Items, check_inputs, project
 from proximetry.metrics.distributed import gather_objects, raise_on_all_ranks
 from proximetry.metrics.verification import allowed_accepts
 

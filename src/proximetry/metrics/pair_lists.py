@@ -14,15 +14,14 @@ from torch import Tensor
 
 from proximetry._util.labels import Labels, as_array, as_labels
 from proximetry._util.types import FloatSimilarity, IntArray
-from proximetry.metrics._search.embeddings import (
+from proximetry.metrics._search.similarities import normalize, tiles
+from proximetry.metrics._search.validation import (
     Embeddings,
     as_count,
     as_embeddings,
     as_vectors,
     check_similarity,
     encode,
-    normalize,
-    tiles,
 )
 from proximetry.metrics.verification import Verification, verify
 

@@ -11,12 +11,8 @@ from torch import Tensor
 
 from proximetry._util.imports import import_optional
 from proximetry._util.machine import cores
-from proximetry.metrics._search.embeddings import (
-    Embeddings,
-    as_embeddings,
-    check_similarity,
-    normalize,
-)
+from proximetry.metrics._search.similarities import normalize
+from proximetry.metrics._search.validation import Embeddings, as_embeddings, check_similarity
 
 _Compared = Literal["cosine", "euclidean"]
 

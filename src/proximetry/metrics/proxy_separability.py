@@ -10,12 +10,8 @@ import torch
 
 from proximetry._util.tensors import nearest_other_class
 from proximetry._util.types import IntArray
-from proximetry.metrics._search.embeddings import (
-    Embeddings,
-    as_embeddings,
-    full_precision,
-    normalize,
-)
+from proximetry.metrics._search.similarities import full_precision, normalize
+from proximetry.metrics._search.validation import Embeddings, as_embeddings
 from proximetry.metrics.scores import SEPARABILITY
 
 

@@ -14,15 +14,10 @@ from proximetry._util.machine import by_device
 from proximetry._util.tensors import binary_codes as pack_signs
 from proximetry._util.tensors import chunks
 from proximetry._util.types import FloatArray, Progress
-from proximetry.metrics._search.embeddings import (
-    Embeddings,
-    as_count,
-    as_embeddings,
-    full_precision,
-    normalize,
-)
 from proximetry.metrics._search.neighbors import in_order, nearest, search
-from proximetry.metrics._search.task import Task
+from proximetry.metrics._search.problem import SearchProblem
+from proximetry.metrics._search.similarities import full_precision, normalize
+from proximetry.metrics._search.validation import Embeddings, as_count, as_embeddings
 
 ALPHA = 3.0
 """Exponent of query expansion."""
@@ -169,20 +164,20 @@ def _reciprocal(ranks: Tensor, count: int, k: int) -> Tensor:
     return near & near.mT
 
 
-def expand_task(task: Task, count: int, progress: Progress | None) -> Task:
-    """Return the task with queries expanded by their nearest ``count`` items.
+def expand_problem(problem: SearchProblem, count: int, progress: Progress | None) -> SearchProblem:
+    """Return the problem with queries expanded by their nearest ``count`` items.
 
     Excluded items (the query itself, items of its group) do not take part.
     """
-    moved = torch.empty_like(task.queries)
+    moved = torch.empty_like(problem.queries)
     depths = torch.full((len(moved),), count, device=moved.device)
-    for block in search(task, depths, with_ranks=False, progress=progress) if len(moved) else ():
+    for block in search(problem, depths, with_ranks=False, progress=progress) if len(moved) else ():
         for part in chunks(len(block.rows), _rows(block.ids, moved)):
             rows, ids = block.rows[part], block.ids[part]
             # A vector of zeros moves nothing.
-            near = task.gallery[ids.clamp_min(0)].masked_fill((ids < 0).unsqueeze(2), 0)
-            moved[rows] = torch.from_numpy(expand_queries(task.queries[rows], near)).to(moved)
-    return replace(task, queries=moved)
+            near = problem.gallery[ids.clamp_min(0)].masked_fill((ids < 0).unsqueeze(2), 0)
+            moved[rows] = torch.from_numpy(expand_queries(problem.queries[rows], near)).to(moved)
+    return replace(problem, queries=moved)
 
 
 def by_vectors(queries: Tensor, gallery: Tensor, similarity: str) -> Reorder:
@@ -213,10 +208,10 @@ def similarities_of(queries: Tensor, gallery: Tensor, ids: Tensor, similarity: s
     return scores.masked_fill_(ids < 0, -torch.inf)
 
 
-def by_k_reciprocity(task: Task, progress: Progress | None) -> Reorder:
+def by_k_reciprocity(problem: SearchProblem, progress: Progress | None) -> Reorder:
     """Order candidates by `k_reciprocal_distances` among the query and its candidates."""
-    queries, gallery = task.queries, task.gallery
-    if task.similarity == "cosine":
+    queries, gallery = problem.queries, problem.gallery
+    if problem.similarity == "cosine":
         queries, gallery = normalize(queries), normalize(gallery)
     done = 0
 

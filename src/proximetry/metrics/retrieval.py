@@ -17,9 +17,10 @@ import torch
 from proximetry._util.files import atomic_path
 from proximetry._util.labels import Labels
 from proximetry._util.types import IntArray, Progress, Similarity
-from proximetry.metrics._search.embeddings import Embeddings, as_count, full_precision
 from proximetry.metrics._search.neighbors import search
-from proximetry.metrics._search.task import build_task, check_inputs
+from proximetry.metrics._search.problem import build_problem
+from proximetry.metrics._search.similarities import full_precision
+from proximetry.metrics._search.validation import Embeddings, as_count, check_inputs
 from proximetry.metrics.reranking import similarities_of
 
 FORMAT = "proximetry.retrieval/1"
@@ -220,16 +221,16 @@ def retrieve(
     k = as_count(k, "k")
     raw = (embeddings, labels, ignore_groups), (queries, query_labels, query_ignore_groups)
     sets = check_inputs(similarity, *raw, allow_unlabeled=True)
-    task = build_task(sets, similarity)
-    count, device = len(task.queries), task.gallery.device
+    problem = build_problem(sets, similarity)
+    count, device = len(problem.queries), problem.gallery.device
     # Without itself, an item has one neighbor fewer.
-    depth = max(1, min(k, len(task.gallery) - (task.self_index is not None)))
+    depth = max(1, min(k, len(problem.gallery) - (problem.self_index is not None)))
     ids = np.empty((count, depth), dtype=np.int64)
-    wide = task.gallery.dtype == torch.float64
+    wide = problem.gallery.dtype == torch.float64
     similarities = np.empty((count, depth), dtype=np.float64 if wide else np.float32)
     with full_precision(device):
         depths = torch.full((count,), depth, device=device)
-        for block in search(task, depths, with_ranks=False, progress=progress):
+        for block in search(problem, depths, with_ranks=False, progress=progress):
             near = block.similarities
             if similarity == "euclidean":
                 # In 2 q·g − |q|² − |g|² half of their digits were lost.
@@ -241,12 +242,12 @@ def retrieve(
     arrays = {}
     if labels is not None:
         arrays = {
-            "query_codes": task.query_codes.cpu().numpy(),
-            "gallery_codes": task.gallery_codes.cpu().numpy(),
-            "classes": task.classes,
-            "positives": task.positives().cpu().numpy(),
+            "query_codes": problem.query_codes.cpu().numpy(),
+            "gallery_codes": problem.gallery_codes.cpu().numpy(),
+            "classes": problem.classes,
+            "positives": problem.positives().cpu().numpy(),
         }
-    excludes_self = task.self_index is not None
+    excludes_self = problem.self_index is not None
     return RetrievalResult(
-        ids, similarities, len(task.gallery), similarity, excludes_self, **arrays
+        ids, similarities, len(problem.gallery), similarity, excludes_self, **arrays
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from proximetry._util.formatting import join_first
 from proximetry._util.labels import Labels, as_array, as_labels
 from proximetry._util.types import FloatArray, IntArray
-from proximetry.metrics._search.embeddings import encode
+from proximetry.metrics._search.validation import encode
 
 Values = Tensor | npt.NDArray[Any] | Sequence[float]
 Truth = Tensor | npt.NDArray[Any] | Sequence[bool]

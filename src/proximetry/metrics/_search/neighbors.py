@@ -15,17 +15,9 @@ from torch import Tensor
 from proximetry._util.machine import by_device
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
+from proximetry.metrics._search.problem import NEVER, Block, SearchProblem, first_hits
+from proximetry.metrics._search.similarities import fix_ties, from_keys, project, to_keys
 from proximetry.metrics._search.symmetric import applies, search_symmetric
-from proximetry.metrics._search.task import (
-    NEVER,
-    Block,
-    Task,
-    first_hits,
-    fix_ties,
-    from_keys,
-    project,
-    to_keys,
-)
 
 # Bytes of similarities in memory. A CPU works best from its caches; a GPU with large
 # products and few launches.
@@ -36,37 +28,37 @@ _GROUP = 32
 
 
 def search(
-    task: Task, depths: Tensor, *, with_ranks: bool, progress: Progress | None = None
+    problem: SearchProblem, depths: Tensor, *, with_ranks: bool, progress: Progress | None = None
 ) -> Iterator[Block]:
     """Search ``depths[i]`` neighbors of every query by the faster method."""
     deepest = int(depths.max())
-    if applies(task, deepest):
-        yield search_symmetric(task, deepest, with_ranks=with_ranks, progress=progress)
+    if applies(problem, deepest):
+        yield search_symmetric(problem, deepest, with_ranks=with_ranks, progress=progress)
     else:
-        yield from search_blocks(task, depths, with_ranks=with_ranks, progress=progress)
+        yield from search_blocks(problem, depths, with_ranks=with_ranks, progress=progress)
 
 
 def search_blocks(
-    task: Task, depths: Tensor, *, with_ranks: bool, progress: Progress | None = None
+    problem: SearchProblem, depths: Tensor, *, with_ranks: bool, progress: Progress | None = None
 ) -> Iterator[Block]:
     """Search in blocks that fit in cache or memory.
 
     Queries of similar depth share a block: one large class does not make every list long.
     """
-    queries, gallery = project(task.queries, task.gallery, task.similarity)
+    queries, gallery = project(problem.queries, problem.gallery, problem.similarity)
     order = torch.argsort(depths, stable=True)
     done = 0
     for rows, depth in _blocks(order, depths, len(gallery), gallery.element_size()):
         similarities = queries[rows] @ gallery.T
-        fix_ties(similarities, task.similarity, {1: task.copies})
-        if task.groups is not None:
-            query_groups, gallery_groups = task.groups
+        fix_ties(similarities, problem.similarity, {1: problem.copies})
+        if problem.groups is not None:
+            query_groups, gallery_groups = problem.groups
             similarities.masked_fill_(query_groups[rows, None] == gallery_groups, -torch.inf)
-        elif task.self_index is not None:
-            similarities.scatter_(1, task.self_index[rows, None], -torch.inf)
+        elif problem.self_index is not None:
+            similarities.scatter_(1, problem.self_index[rows, None], -torch.inf)
         values, ids = nearest(similarities, depth)
         ids = ids.masked_fill(values == -torch.inf, -1)
-        ranks = _best_ranks(similarities, ids, task, rows) if with_ranks else None
+        ranks = _best_ranks(similarities, ids, problem, rows) if with_ranks else None
         yield Block(rows, ids, values, ranks)
         done += len(rows)
         if progress is not None:
@@ -152,13 +144,13 @@ def in_order(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return values, ids.gather(1, by_value)
 
 
-def _best_ranks(similarities: Tensor, ids: Tensor, task: Task, rows: Tensor) -> Tensor:
+def _best_ranks(similarities: Tensor, ids: Tensor, problem: SearchProblem, rows: Tensor) -> Tensor:
     """Return the rank of each query's best positive: read from its list, or else counted."""
-    ranks = first_hits(task.hits(rows, ids))
+    ranks = first_hits(problem.hits(rows, ids))
     columns = torch.arange(similarities.shape[1], device=similarities.device)
     for part in _quarters((ranks == NEVER).nonzero()[:, 0], len(similarities)):
         near = similarities[part]
-        negative = task.gallery_codes != task.query_codes[rows[part], None]
+        negative = problem.gallery_codes != problem.query_codes[rows[part], None]
         positives = near.masked_fill(negative, -torch.inf)
         best = positives.amax(1, keepdim=True)
         first = (positives == best).to(torch.int8).argmax(1, keepdim=True)  # the first of equals

@@ -26,16 +26,8 @@ from torch import Tensor
 from proximetry._util.machine import torch_pool
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
-from proximetry.metrics._search.task import (
-    NEVER,
-    Block,
-    Task,
-    find_copies,
-    fix_ties,
-    from_keys,
-    project,
-    to_keys,
-)
+from proximetry.metrics._search.problem import NEVER, Block, SearchProblem, find_copies
+from proximetry.metrics._search.similarities import fix_ties, from_keys, project, to_keys
 
 TILE = 2048
 # Entries whose maximum is taken together: along a row, and down a column.
@@ -49,17 +41,17 @@ MERGE_AFTER = 48
 THREADS = 4
 
 
-def applies(task: Task, depth: int) -> bool:
+def applies(problem: SearchProblem, depth: int) -> bool:
     """Whether this search can be used, and is faster than going block by block."""
     return (
-        task.self_index is not None
-        and task.queries is task.gallery
-        and task.groups is None
-        and task.gallery.device.type == "cpu"
-        and task.gallery.dtype != torch.float64
-        and len(task.gallery) >= 2 * TILE
+        problem.self_index is not None
+        and problem.queries is problem.gallery
+        and problem.groups is None
+        and problem.gallery.device.type == "cpu"
+        and problem.gallery.dtype != torch.float64
+        and len(problem.gallery) >= 2 * TILE
         and depth <= TILE // 4
-        and int(torch.bincount(task.components).max()) <= TILE // 2
+        and int(torch.bincount(problem.components).max()) <= TILE // 2
     )
 
 
@@ -80,15 +72,15 @@ class _State:
 
 
 def search_symmetric(
-    task: Task, depth: int, *, with_ranks: bool, progress: Progress | None = None
+    problem: SearchProblem, depth: int, *, with_ranks: bool, progress: Progress | None = None
 ) -> Block:
     """Return what ``neighbors.search_blocks`` returns, for all items in one block."""
-    count = len(task.gallery)
-    items = torch.argsort(task.components, stable=True)
-    tiles = _tiles(task.components)
-    vectors = task.gallery[items]
+    count = len(problem.gallery)
+    items = torch.argsort(problem.components, stable=True)
+    tiles = _tiles(problem.components)
+    vectors = problem.gallery[items]
     copies = {at.start: find_copies(vectors[at]) for at in tiles}
-    left, right = project(vectors, vectors, task.similarity)
+    left, right = project(vectors, vectors, problem.similarity)
     del vectors
     state = _State(
         items,
@@ -98,7 +90,7 @@ def search_symmetric(
         nearer=items.new_empty(count),
         waiting={tile.start: [] for tile in tiles},
     )
-    codes = task.gallery_codes[items]
+    codes = problem.gallery_codes[items]
     locks = {tile.start: Lock() for tile in tiles}
     widest = max(tile.stop - tile.start for tile in tiles)
     memory = local()  # one buffer per thread, used again and again: fresh pages cost time
@@ -114,7 +106,7 @@ def search_symmetric(
         tile[:, wide:] = -torch.inf
         torch.mm(left[rows], right[columns].T, out=tile[:high, :wide])
         here = {0: copies[rows.start], 1: copies[columns.start]}
-        fix_ties(tile[:high, :wide], task.similarity, here)
+        fix_ties(tile[:high, :wide], problem.similarity, here)
         return tile
 
     def start(at: slice) -> None:

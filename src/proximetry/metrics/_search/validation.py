@@ -1,10 +1,10 @@
-"""Validation, normalization and scaling of embeddings; codes of labels."""
+"""Validation of vectors, labels and groups; integer codes of labels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -14,19 +14,15 @@ from torch import Tensor
 
 from proximetry._util.errors import is_integer
 from proximetry._util.formatting import join_first
-from proximetry._util.machine import by_device, override
+from proximetry._util.labels import Labels, as_labels
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Similarity
+from proximetry.metrics._search.similarities import ROWS
 
 Embeddings = Tensor | npt.NDArray[Any]
 
 # Names of other tools.
 _ELSEWHERE = {"l2": "euclidean", "ip": "dot", "inner_product": "dot", "angular": "cosine"}
-
-# Rows validated or normalized together, so temporaries stay small.
-ROWS = 4096
-# Rows used to estimate the median.
-_SAMPLE = 1024
 
 
 def as_count(value: Any, name: str, least: int = 1) -> int:
@@ -117,24 +113,62 @@ def _as_matrix(values: Embeddings | None, name: str, allow_empty: bool) -> Tenso
     return matrix
 
 
-def normalize(matrix: Tensor) -> Tensor:
-    """Return rows of unit length, computed in float64; zero rows stay zero."""
-    result = torch.empty_like(matrix, memory_format=torch.contiguous_format)
-    for rows in chunks(len(matrix), ROWS):
-        wide = matrix[rows].to(torch.float64)
-        # Scaling by the largest entry first keeps even float64 squares from vanishing.
-        wide = wide / wide.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-        length = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
-        result[rows] = wide / length.masked_fill(length == 0, 1.0)
-    return result
+@dataclass(frozen=True)
+class Items:
+    """The validated vectors, labels and groups of a gallery or of queries."""
+
+    vectors: Tensor
+    labels: npt.NDArray[Any]
+    groups: npt.NDArray[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.vectors)
 
 
-def sampled_median(matrix: Tensor) -> Tensor:
-    """Return the median of each column, over a sample of the rows.
+RawInputs = tuple[Embeddings | None, Labels | None, Labels | None]
+"""Vectors, labels and groups as passed by the caller."""
 
-    Unlike a mean it is robust, and integers stay exact when it is subtracted.
+_NAMES = (
+    ("embeddings", "labels", "ignore_groups"),
+    ("queries", "query_labels", "query_ignore_groups"),
+)
+
+
+def check_inputs(
+    similarity: Similarity,
+    first: RawInputs,
+    second: RawInputs,
+    *,
+    names: tuple[tuple[str, str, str], ...] = _NAMES,
+    allow_empty: bool = False,
+    allow_unlabeled: bool = False,
+) -> list[Items]:
+    """Return the validated sets, by default a gallery and queries; the second is optional.
+
+    With ``allow_unlabeled`` every item is a class if there are no labels.
     """
-    return matrix[:: max(1, len(matrix) // _SAMPLE)].median(0).values
+    for one, two, name, other in zip(first, second, *names, strict=True):
+        if second[0] is None and two is not None:
+            raise ValueError(f"{other} is given but {names[1][0]} is not; give both or neither")
+        if second[0] is not None and (one is None) != (two is None):
+            raise ValueError(f"give {name} and {other} together, or neither")
+    inputs, sets = [first] if second[0] is None else [first, second], []
+    for raw, (vectors_name, labels_name, groups_name) in zip(inputs, names, strict=False):
+        vectors = as_vectors(raw[0], similarity, vectors_name, allow_empty=allow_empty)
+        labels = range(len(vectors)) if raw[1] is None and allow_unlabeled else raw[1]
+        groups = None if raw[2] is None else as_labels(raw[2], len(vectors), groups_name)
+        sets.append(Items(vectors, as_labels(labels, len(vectors), labels_name), groups))
+    one, two = sets[0].vectors, sets[-1].vectors
+    for what, mine, theirs in (
+        ("dimensions", one.shape[1], two.shape[1]),
+        ("devices", one.device, two.device),
+        ("types", one.dtype, two.dtype),
+    ):
+        if mine != theirs:
+            raise ValueError(
+                f"{names[0][0]} and {names[1][0]} have different {what}: {mine} and {theirs}"
+            )
+    return sets
 
 
 def join_labels(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
@@ -150,43 +184,3 @@ def encode(*arrays: npt.NDArray[Any]) -> tuple[list[IntArray], npt.NDArray[Any]]
     classes, codes = np.unique(join_labels(arrays), return_inverse=True)
     ends = np.cumsum([len(array) for array in arrays])[:-1]
     return [part.astype(np.int64) for part in np.split(codes.reshape(-1), ends)], classes
-
-
-def tiles(total: int, width: int, device: torch.device, entries: dict[str, int]) -> Iterator[slice]:
-    """Yield slices of 0 … total such that a tile of this width has at most ``entries``."""
-    return chunks(total, max(1, by_device(device, **entries) // max(1, width)))
-
-
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Compute float32 products in full precision, regardless of autocast and TF32 settings."""
-    # Tensors made in inference mode could not be written to by other threads.
-    with (
-        override(_PRODUCTS, _PLAIN, _get_precision, _set_precision),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
-        yield
-
-
-# From torch 2.9 on each backend has its own setting, and once one has been set, the global setting
-# cannot be read.
-_BACKENDS: Any = torch.backends
-_BY_BACKEND = hasattr(_BACKENDS, "fp32_precision")
-_PRODUCTS = (_BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul) if _BY_BACKEND else ("all",)
-_PLAIN = "ieee" if _BY_BACKEND else "highest"
-
-
-def _get_precision(products: Any) -> str:
-    return str(products.fp32_precision if _BY_BACKEND else torch.get_float32_matmul_precision())
-
-
-def _set_precision(products: Any, precision: str) -> None:
-    if not _BY_BACKEND:
-        torch.set_float32_matmul_precision(precision)
-        return
-    if precision != _PLAIN:
-        products.fp32_precision = "none"  # as `torch.backends.fp32_precision` is
-    if products.fp32_precision != precision:
-        products.fp32_precision = precision

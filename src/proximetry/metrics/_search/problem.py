@@ -1,8 +1,7 @@
-"""A validated search: vectors on one device, labels and groups as integers."""
+"""A validated search: vectors on one device, classes and groups as integers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,33 +10,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._util.labels import Labels, as_labels
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Similarity
-from proximetry.metrics._search.embeddings import (
-    ROWS,
-    Embeddings,
-    as_vectors,
-    encode,
-    normalize,
-    sampled_median,
-)
+from proximetry.metrics._search.similarities import ROWS, sampled_median
+from proximetry.metrics._search.validation import Items, encode
 
 
 @dataclass(frozen=True)
-class Items:
-    """The validated vectors, labels and groups of a gallery or of queries."""
-
-    vectors: Tensor
-    labels: npt.NDArray[Any]
-    groups: npt.NDArray[Any] | None = None
-
-    def __len__(self) -> int:
-        return len(self.vectors)
-
-
-@dataclass(frozen=True)
-class Task:
+class SearchProblem:
     """Queries and a gallery, on one device.
 
     Codes index ``classes``, the labels. Gallery items of a query's group are excluded. Without
@@ -134,53 +114,9 @@ def first_hits(hits: Tensor) -> Tensor:
     return torch.where(hits.any(1), hits.to(torch.int8).argmax(1) + 1, NEVER)
 
 
-RawInputs = tuple[Embeddings | None, Labels | None, Labels | None]
-"""Vectors, labels and groups as passed by the caller."""
-
-_NAMES = (
-    ("embeddings", "labels", "ignore_groups"),
-    ("queries", "query_labels", "query_ignore_groups"),
-)
-
-
-def check_inputs(
-    similarity: Similarity,
-    first: RawInputs,
-    second: RawInputs,
-    *,
-    names: tuple[tuple[str, str, str], ...] = _NAMES,
-    allow_empty: bool = False,
-    allow_unlabeled: bool = False,
-) -> list[Items]:
-    """Return the validated sets, by default a gallery and queries; the second is optional.
-
-    With ``allow_unlabeled`` every item is a class if there are no labels.
-    """
-    for one, two, name, other in zip(first, second, *names, strict=True):
-        if second[0] is None and two is not None:
-            raise ValueError(f"{other} is given but {names[1][0]} is not; give both or neither")
-        if second[0] is not None and (one is None) != (two is None):
-            raise ValueError(f"give {name} and {other} together, or neither")
-    inputs, sets = [first] if second[0] is None else [first, second], []
-    for raw, (vectors_name, labels_name, groups_name) in zip(inputs, names, strict=False):
-        vectors = as_vectors(raw[0], similarity, vectors_name, allow_empty=allow_empty)
-        labels = range(len(vectors)) if raw[1] is None and allow_unlabeled else raw[1]
-        groups = None if raw[2] is None else as_labels(raw[2], len(vectors), groups_name)
-        sets.append(Items(vectors, as_labels(labels, len(vectors), labels_name), groups))
-    one, two = sets[0].vectors, sets[-1].vectors
-    for what, mine, theirs in (
-        ("dimensions", one.shape[1], two.shape[1]),
-        ("devices", one.device, two.device),
-        ("types", one.dtype, two.dtype),
-    ):
-        if mine != theirs:
-            raise ValueError(
-                f"{names[0][0]} and {names[1][0]} have different {what}: {mine} and {theirs}"
-            )
-    return sets
-
-
-def build_task(sets: list[Items], similarity: Similarity, share: slice = slice(None)) -> Task:
+def build_problem(
+    sets: list[Items], similarity: Similarity, share: slice = slice(None)
+) -> SearchProblem:
     """Return the search of every query in the gallery; without queries, of every gallery item.
 
     ``share`` are the queries of this process, whose vectors are in the second set.
@@ -193,17 +129,19 @@ def build_task(sets: list[Items], similarity: Similarity, share: slice = slice(N
         vectors = [rows - origin for rows in vectors]
     numbers, classes = encode(*(items.labels for items in sets))
     codes = [torch.from_numpy(part).to(device) for part in numbers]
-    task = Task(vectors[-1], vectors[0], codes[-1][share], codes[0], classes, similarity)
+    problem = SearchProblem(
+        vectors[-1], vectors[0], codes[-1][share], codes[0], classes, similarity
+    )
     if len(sets) == 1:
         self_index = torch.arange(len(sets[0]), device=device)[share]
         # Without other processes the queries are the gallery.
-        queries = task.gallery if share == slice(None) else task.gallery[share]
-        task = replace(task, queries=queries, self_index=self_index)
+        queries = problem.gallery if share == slice(None) else problem.gallery[share]
+        problem = replace(problem, queries=queries, self_index=self_index)
     named = [items.groups for items in sets if items.groups is not None]
     if named:
         groups = [torch.from_numpy(part).to(device) for part in encode(*named)[0]]
-        task = replace(task, groups=(groups[-1][share], groups[0]))
-    return task
+        problem = replace(problem, groups=(groups[-1][share], groups[0]))
+    return problem
 
 
 @dataclass(frozen=True)
@@ -218,56 +156,3 @@ class Block:
     ids: Tensor
     similarities: Tensor
     ranks: Tensor | None
-
-
-def project(queries: Tensor, gallery: Tensor, similarity: Similarity) -> tuple[Tensor, Tensor]:
-    """Return queries and gallery items whose dot products are the similarities."""
-    if similarity == "dot":
-        return queries, gallery
-    if similarity == "cosine":
-        items = normalize(gallery)
-        return items if queries is gallery else normalize(queries), items
-    if similarity == "euclidean":
-        # −|q − g|² = 2 q·g − |q|² − |g|²
-        q2, g2 = (of.square().sum(1, keepdim=True) for of in (queries, gallery))
-        return (
-            torch.cat([2 * queries, q2, torch.ones_like(q2)], dim=1),
-            torch.cat([gallery, -torch.ones_like(g2), -g2], dim=1),
-        )
-    # Signs s of b bits: −(number of different bits) = (s·s′ − b) / 2, exact in float32.
-    bits = torch.arange(7, -1, -1, dtype=torch.uint8, device=gallery.device)
-    left, right = (
-        (of[:, :, None] >> bits & 1).flatten(1).to(torch.float32).mul_(2).sub_(1)
-        for of in (queries, gallery)
-    )
-    ones, half = torch.ones_like(left[:, :1]), torch.full_like(right[:, :1], right.shape[1] / 2)
-    return torch.cat([left, ones], dim=1), torch.cat([right.mul_(0.5), -half], dim=1)
-
-
-def fix_ties(
-    values: Tensor, similarity: Similarity, copies: Mapping[int, tuple[Tensor, Tensor]]
-) -> None:
-    """Undo rounding: clamp cosines to ±1 and give copies the same similarity.
-
-    ``copies`` are those of each dimension, as in ``Task.copies``.
-    """
-    if similarity == "cosine":
-        values.clamp_(-1, 1)
-    for dim, (later, first) in copies.items():
-        if len(later):
-            values.index_copy_(dim, later, values.index_select(dim, first))
-
-
-def to_keys(similarities: Tensor, ids: Tensor) -> Tensor:
-    """Return integers ordered by float32 similarity, ties by smaller index first."""
-    bits = (similarities + 0.0).view(torch.int32)  # adding 0 makes −0 equal to 0
-    # The bits of a negative float count backwards.
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (bits.to(torch.int64) << 32) + (0x7FFFFFFF - ids)
-
-
-def from_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the similarities and indices of `to_keys`."""
-    bits = (keys >> 32).to(torch.int32)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return bits.view(torch.float32), 0x7FFFFFFF - (keys & 0xFFFFFFFF)
