@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from proximetry.data import Catalog, ClassBalancedSampler
-from proximetry.data.tables import Column, encode, pack
+from proximetry.data.tables import Column, encode, pack, write_csv, write_parquet
 
 CHARACTERS = st.characters(blacklist_categories=("Cs",), blacklist_characters="\0")
 NOT_UTF8 = st.sampled_from("\udc80\udcff")
@@ -209,6 +209,18 @@ def test_further_columns_are_kept(tmp_path):
     again = Catalog.from_parquet(tmp_path / "table.parquet", check_files=False)
     assert again.columns == without.columns
     assert again.notes == ()
+
+
+@pytest.mark.parametrize("write", [write_csv, write_parquet])
+@pytest.mark.parametrize("columns", [{"a": [1], "b": [1, 2]}, {"a": ["x", "\ud800"]}])
+def test_invalid_columns_leave_the_written_table_alone(tmp_path, write, columns):
+    file = tmp_path / "table"
+    write(file, {"a": [1]})
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match="length|shorter|longer|surrogates"):
+        write(file, columns)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["table"]
+    assert file.read_bytes() == before
 
 
 def test_kinds_of_columns_in_parquet(tmp_path):
