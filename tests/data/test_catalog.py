@@ -217,7 +217,7 @@ def test_invalid_columns_leave_the_written_table_alone(tmp_path, write, columns)
     file = tmp_path / "table"
     write(file, {"a": [1]})
     before = file.read_bytes()
-    with pytest.raises(ValueError, match="length|shorter|longer|surrogates"):
+    with pytest.raises(ValueError, match=r"length|shorter|longer|surrogates"):
         write(file, columns)
     assert [entry.name for entry in tmp_path.iterdir()] == ["table"]
     assert file.read_bytes() == before
