@@ -48,7 +48,7 @@ def test_copies_lie_in_one_place():
 
 
 def test_map_embeddings_rejects_invalid_input():
-    with pytest.raises(ValueError, match="choose one of cosine, euclidean"):
+    with pytest.raises(ValueError, match="one of cosine, euclidean"):
         map_embeddings(torch.randn(5, 3), similarity="hamming")
     with pytest.raises(ValueError, match="rows: 1"):
         map_embeddings(torch.tensor([[0.0, 1.0], [float("nan"), 1.0]]))

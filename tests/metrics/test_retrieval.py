@@ -274,10 +274,10 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
         for scale in (np.float64(1e160), np.float64(1e-160), np.float32(1e20), np.float32(1e-20))
         for similarity in ("dot", "euclidean")
     ),
-    ({"queries": GOOD}, "labels and query_labels"),
-    ({**PAIRED, "labels": None}, "labels and query_labels"),
-    ({"query_labels": [1, 2, 3, 4]}, "query_labels is given"),
-    ({"query_ignore_groups": [1, 2, 3, 4]}, "query_ignore_groups is given"),
+    ({"queries": GOOD}, "labels without query_labels"),
+    ({**PAIRED, "labels": None}, "labels without query_labels"),
+    ({"query_labels": [1, 2, 3, 4]}, "query_labels without queries"),
+    ({"query_ignore_groups": [1, 2, 3, 4]}, "query_ignore_groups without queries"),
     ({**PAIRED, "queries": GOOD[:, :3]}, "dimensions.* 3"),
     ({**PAIRED, "queries": GOOD.astype(np.float64)}, "float64"),
     ({**PAIRED, "query_labels": ["a", "b", "a", "b"]}, "one kind"),

@@ -168,15 +168,15 @@ class Evaluation(Mapping[str, float]):
         Raises:
             ValueError: if the queries differ.
         """
-        one, two = (each.classes[each.query_codes] for each in (self, other))
-        if not (np.array_equal(one, two) and np.array_equal(self.positives, other.positives)):
+        labels = [each.classes[each.query_codes] for each in (self, other)]
+        if not (np.array_equal(*labels) and np.array_equal(self.positives, other.positives)):
             raise ValueError("the evaluations are of different queries. Evaluate the same ones.")
-        shared = {
+        differences = {
             name: other.scores[name] - values
             for name, values in self.scores.items()
             if name in other.scores
         }
-        return self._intervals(shared, difference_bounds, by, confidence, samples, seed)
+        return self._intervals(differences, difference_bounds, by, confidence, samples, seed)
 
     def _intervals(
         self,
@@ -190,7 +190,7 @@ class Evaluation(Mapping[str, float]):
         if by not in get_args(ResampleBy):
             raise ValueError(f'by must be "class" or "query", got {by!r}')
         if not 0 < confidence < 1:
-            raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
+            raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
         if samples < 2:
             raise ValueError(f"samples must be at least 2, got {samples}")
         codes = self.query_codes[self.scored] if by == "class" else np.arange(self.scored.sum())
@@ -249,7 +249,7 @@ def evaluate(
     _check_metrics(metrics)
     _check_options(metrics.one_set(), similarity, queries is None, expand, rerank, binary)
     if as_count(candidates, "candidates", 0) and not binary:
-        raise ValueError(f"candidates needs binary=True, got candidates={candidates}")
+        raise ValueError(f"candidates without binary=True: {candidates}. Pass both or neither.")
     raw = (embeddings, labels, ignore_groups), (queries, query_labels, query_ignore_groups)
     is_shared = group is not None
     sets, share = gather_sets(lambda: check_inputs(similarity, *raw, allow_empty=is_shared), group)
@@ -278,16 +278,16 @@ def evaluate(
 
 
 def _check_options(
-    whole: str, similarity: Similarity, one_set: bool, expand: int, rerank: bool, binary: bool
+    names: str, similarity: Similarity, has_one_set: bool, expand: int, rerank: bool, binary: bool
 ) -> None:
-    """Raise for combinations that do not apply; ``whole`` names the metrics of one set."""
+    """Raise for combinations that do not apply; ``names`` are the metrics that take one set."""
     second_stage = as_count(expand, "expand", 0) or rerank
-    if whole and not one_set:
-        raise ValueError(f"{whole} takes one set, not queries and a gallery")
-    if whole and (binary or similarity == "hamming"):
-        raise ValueError(f"{whole} takes embeddings, not codes")
-    if second_stage and (whole or binary):
-        raise ValueError(f"expand and rerank do not apply to {whole or 'binary codes'}")
+    if names and not has_one_set:
+        raise ValueError(f"{names} takes one set, not queries and a gallery")
+    if names and (binary or similarity == "hamming"):
+        raise ValueError(f"{names} takes embeddings, not codes")
+    if second_stage and (names or binary):
+        raise ValueError(f"expand and rerank do not apply to {names or 'binary codes'}")
     if expand and similarity != "cosine":
         raise ValueError(f"expand needs the similarity cosine, got {similarity}")
     if (rerank or binary) and similarity not in ("cosine", "euclidean"):
@@ -306,8 +306,8 @@ def _check_metrics(metrics: Metrics) -> None:
 def score_result(result: RetrievalResult, metrics: Metrics) -> Evaluation:
     """Score the lists of a `RetrievalResult`; raise if a metric needs longer lists."""
     _check_metrics(metrics)
-    if metrics.one_set():
-        raise ValueError(f"{metrics.one_set()} takes embeddings, not lists")
+    if names := metrics.one_set():
+        raise ValueError(f"{names} takes embeddings, not lists")
     if result.query_codes is None or result.classes is None or result.positives is None:
         raise ValueError("the search was made without labels. Pass labels to retrieve().")
     # A list that ends with an empty entry is complete.
@@ -363,7 +363,8 @@ def _score_problem(
                     ranks = torch.where(ranks < NEVER, ranks, block.ranks[part])
                 for name, value in score_lists(hits, positives[rows], ranks, metrics).items():
                     values[name][rows] = value
-    columns = [one.cpu().numpy() for one in (problem.query_codes, positives, *values.values())]
+    tensors = problem.query_codes, positives, *values.values()
+    columns = [tensor.cpu().numpy() for tensor in tensors]
     if group is not None:
         shares = zip(*gather_objects(columns, group), strict=True)
         columns = [np.concatenate(share) for share in shares]

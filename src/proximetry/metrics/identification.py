@@ -156,8 +156,8 @@ def identify(
         distractor_count,
         int((trials.mates == 0).sum()),
         impostors,
-        {rate: float((accepts <= most).double().mean()) for rate, most in allowed.items() if most},
-        tuple(rate for rate, most in allowed.items() if not most),
+        {rate: float((accepts <= n).double().mean()) for rate, n in allowed.items() if n},
+        tuple(rate for rate, n in allowed.items() if not n),
     )
 
 
@@ -207,7 +207,7 @@ class _Trials:
 
     def _magnitude(self, probes: Tensor, gallery: Tensor) -> Tensor:
         """Return the size of the terms of each trial's similarity, to which rounding relates."""
-        lengths, others = (of.square().sum(1).sqrt() for of in (probes, gallery))
+        lengths, others = (rows.square().sum(1).sqrt() for rows in (probes, gallery))
         if self.similarity == "cosine":
             return torch.ones_like(lengths[self.probe])
         if self.similarity == "dot":
@@ -290,5 +290,5 @@ def _count(distractors: Embeddings | Iterable[Embeddings], group: dist.ProcessGr
     """Return the number of distractors on all processes, 0 if one of them streams."""
     local = len(distractors) if isinstance(distractors, Tensor | np.ndarray) else None
     counts = [local] if group is None else gather_objects(local, group)
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else 0
+    sizes = [count for count in counts if count is not None]
+    return sum(sizes) if len(sizes) == len(counts) else 0

@@ -76,7 +76,7 @@ def read_pairs(path: str | os.PathLike[str]) -> PairList:
     numbers: dict[tuple[str, int], int] = {}
     pairs = []
     for at, (number, line) in enumerate(lines[1:]):
-        images = _pair(f"{path}, line {number}", line, same=at % (2 * each) < each)
+        images = _parse_pair(f"{path}, line {number}", line, same=at % (2 * each) < each)
         pairs.append([numbers.setdefault(image, len(numbers)) for image in images])
     index = np.arange(len(pairs))
     return PairList(
@@ -88,7 +88,7 @@ def read_pairs(path: str | os.PathLike[str]) -> PairList:
     )
 
 
-def _pair(where: str, line: str, *, same: bool) -> tuple[tuple[str, int], tuple[str, int]]:
+def _parse_pair(where: str, line: str, *, same: bool) -> tuple[tuple[str, int], tuple[str, int]]:
     fields = [f.strip() for f in line.split("\t")] if "\t" in line else line.split()
     shape = "'name i j' (same person)" if same else "'name1 i name2 j' (different people)"
     if len(fields) != (3 if same else 4):
@@ -113,8 +113,8 @@ class DrawnPairs(NamedTuple):
     folds: IntArray
 
 
-# Classes per fold, at least, for folds that share no class: with fewer, such folds compare too few
-# pairs of classes.
+# Folds share no class if there are this many classes per fold; with fewer, they would compare too
+# few pairs of classes.
 _CLASSES_PER_FOLD = 10
 
 
@@ -130,31 +130,31 @@ def draw_pairs(labels: Labels, pairs: int = 6000, folds: int = 10, seed: int = 0
     pairs, folds = as_count(pairs, "pairs"), as_count(folds, "folds", 2)
     (codes,), _ = encode(as_labels(labels, len(labels), "labels"))
     members = np.split(np.argsort(codes, kind="stable"), np.cumsum(np.bincount(codes))[:-1])
-    several = sum(len(rows) > 1 for rows in members)
-    if len(members) < 4 or several < 2:
+    pairable = sum(len(rows) > 1 for rows in members)
+    if len(members) < 4 or pairable < 2:
         raise ValueError(
             "drawing pairs takes at least four classes, two of them with two images or more, "
-            f"got {len(members)} classes, {several} with two images"
+            f"got {len(members)} classes, {pairable} with two images"
         )
     draw = np.random.default_rng(seed)
     order = draw.permutation(len(members))
     # Classes of several rows first, so that every fold gets one.
     order = order[np.argsort([len(members[c]) < 2 for c in order], kind="stable")]
     few = len(members) < _CLASSES_PER_FOLD * folds
-    folds = min(folds, several)
+    folds = min(folds, pairable)
     each = max(1, pairs // (2 * folds))
     across = draw.permutation(list(combinations(order, 2))) if few else order[:0]
     drawn_pairs: list[IntArray] = []
     for fold in range(folds):
         inside = order[fold::folds]
-        able = [c for c in inside if len(members[c]) > 1]
+        usable = [c for c in inside if len(members[c]) > 1]
         if few:
-            drawn_pairs += _rows_of_classes(draw, members, [(c, c) for c in able], each)
+            drawn_pairs += _rows_of_classes(draw, members, [(c, c) for c in usable], each)
             drawn_pairs += _rows_of_classes(draw, members, across[fold::folds], each)
             continue
         for _ in range(each):
             drawn_pairs.append(
-                draw.choice(members[able[draw.integers(len(able))]], 2, replace=False)
+                draw.choice(members[usable[draw.integers(len(usable))]], 2, replace=False)
             )
         for _ in range(each):
             first, second = inside[draw.choice(len(inside), 2, replace=False)]
@@ -190,7 +190,7 @@ def verify_classes(
     folds: int = 10,
     seed: int = 0,
 ) -> Verification:
-    """Verification on labeled embeddings, with pairs from `draw_pairs`."""
+    """Verify labeled embeddings on pairs from `draw_pairs`."""
     sample = draw_pairs(labels, pairs, folds, seed)
     values = pair_similarities(embeddings, sample.pairs, similarity=similarity)
     return verify(values, sample.same, folds=sample.folds)
@@ -199,10 +199,10 @@ def verify_classes(
 def pair_similarities(
     embeddings: Embeddings, pairs: Tensor | npt.ArrayLike, *, similarity: FloatSimilarity = "cosine"
 ) -> Tensor:
-    """Similarity of each pair of rows, larger is nearer, on the device of the embeddings.
+    """Return the similarity of each pair of rows, on the device of the embeddings.
 
-    ``pairs`` is [M, 2]. ``"euclidean"`` gives the negative distance. A cosine with a zero vector
-    is 0.
+    Larger is nearer. ``pairs`` is [M, 2]. ``"euclidean"`` gives the negative distance. A cosine
+    with a zero vector is 0.
     """
     check_similarity(similarity, FloatSimilarity)
     vectors = as_vectors(embeddings, similarity, "embeddings")
@@ -271,7 +271,7 @@ def templates(
     if (totals == 0).any():
         raise ValueError(f"all weights of template {ids[totals == 0][0].item()!r} are 0")
     index, share = (
-        torch.from_numpy(of).to(vectors.device) for of in (codes, values / totals[codes])
+        torch.from_numpy(values).to(vectors.device) for values in (codes, values / totals[codes])
     )
     sums = torch.zeros(len(ids), vectors.shape[1], dtype=torch.float64, device=vectors.device)
     for tile in tiles(len(vectors), vectors.shape[1], vectors.device, _TILE):

@@ -35,7 +35,7 @@ class RetrievalResult:
 
     Attributes:
         ids: gallery index of each neighbor, [queries, k]; −1 where there are fewer than k.
-        similarities: larger is nearer, −inf beside an id of −1. The cosine or dot product; for
+        similarities: larger is nearer, −inf where the id is −1. The cosine or dot product; for
             "euclidean" and "hamming" the negative distance.
         gallery_size: the number of items searched.
         similarity: "cosine", "euclidean", "dot" or "hamming".
@@ -104,10 +104,10 @@ class RetrievalResult:
 
         The most frequent come first. Queries without a positive do not count.
         """
-        missed = ~self.hits[:, 0] & (self.ids[:, 0] >= 0)
+        wrong = ~self.hits[:, 0] & (self.ids[:, 0] >= 0)
         if self.positives is not None:
-            missed &= self.positives > 0
-        pairs = zip(self.query_labels[missed], self.labels[missed, 0], strict=True)
+            wrong &= self.positives > 0
+        pairs = zip(self.query_labels[wrong], self.labels[wrong, 0], strict=True)
         return [(query, other, count) for (query, other), count in Counter(pairs).most_common()]
 
     def __getitem__(
@@ -128,15 +128,15 @@ class RetrievalResult:
     def top(self, k: int) -> RetrievalResult:
         """Return the result with lists of length k."""
         if as_count(k, "k") > self.k:
-            raise ValueError(f"k must lie between 1 and {self.k}, got {k}")
+            raise ValueError(f"k must be between 1 and {self.k}, got {k}")
         return replace(self, ids=self.ids[:, :k], similarities=self.similarities[:, :k])
 
     def __repr__(self) -> str:
         against = "each other" if self.is_self_search else f"{self.gallery_size} gallery items"
-        known = "no labels" if self.classes is None else f"{len(self.classes)} classes"
+        classes = "no labels" if self.classes is None else f"{len(self.classes)} classes"
         return (
             f"RetrievalResult({len(self)} queries against {against}, k={self.k}, "
-            f"similarity={self.similarity!r}, {known})"
+            f"similarity={self.similarity!r}, {classes})"
         )
 
     def __str__(self) -> str:
@@ -204,10 +204,9 @@ def retrieve(
             array, of any floating type (half precision is computed in float32); packed ``uint8``
             codes for "hamming".
         labels: one integer or string per gallery item, to mark hits.
-        queries: vectors to search for; without them every gallery item is a query against all
-            others.
+        queries: vectors to search for; by default every gallery item, against all others.
         query_labels: one per query, if there are labels.
-        k: neighbors per query; all there are if the gallery is smaller.
+        k: neighbors per query; all items if the gallery is smaller.
         similarity: "cosine", "euclidean", "dot" or "hamming".
         ignore_groups: one integer or string per gallery item; items of a query's group (same
             burst, same camera) are excluded. If queries are also gallery items, pass row indices
@@ -233,7 +232,7 @@ def retrieve(
         for block in search(problem, depths, with_ranks=False, progress=progress):
             near = block.similarities
             if similarity == "euclidean":
-                # In 2 q·g − |q|² − |g|² half of their digits were lost.
+                # 2 q·g − |q|² − |g|² loses half of the digits.
                 queries = sets[-1].vectors[block.rows]
                 near = similarities_of(queries, sets[0].vectors, block.ids, similarity)
             rows = block.rows.cpu().numpy()

@@ -2,7 +2,7 @@
 
 Every similarity is one matrix product: Euclidean and Hamming distances become dot products of
 slightly longer vectors. Similarities are always "larger is nearer"; neighbors are in the total
-order (similarity falling, index rising), so equal similarities never depend on the machine.
+order (descending similarity, ascending index), so equal similarities never depend on the machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from proximetry.metrics._search.symmetric import applies, search_symmetric
 # Bytes of similarities in memory. A CPU works best from its caches; a GPU with large
 # products and few launches.
 BLOCK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
-MOST_ROWS = 8192
+MAX_ROWS = 8192
 # Columns whose maximum is computed before the largest are selected.
 _GROUP = 32
 
@@ -72,7 +72,7 @@ def _blocks(
     sorted_depths = depths[order].clamp(max=width).tolist()
     start = 0
     while start < len(order):
-        # A guess from the shallowest row, corrected by the deepest row it leads to.
+        # An estimate from the shallowest row, corrected by the deepest row it leads to.
         rows = _rows_within(budget, width, itemsize, sorted_depths[start])
         deepest = sorted_depths[min(start + rows, len(order)) - 1]
         rows = _rows_within(budget, width, itemsize, deepest)
@@ -83,7 +83,7 @@ def _blocks(
 
 def _rows_within(budget: int, width: int, itemsize: int, depth: int) -> int:
     # Each neighbor costs a value, an index and their copies while they are put in order.
-    return max(1, min(MOST_ROWS, budget // (width * itemsize + depth * 32)))
+    return max(1, min(MAX_ROWS, budget // (width * itemsize + depth * 32)))
 
 
 def nearest(similarities: Tensor, depth: int) -> tuple[Tensor, Tensor]:
@@ -104,10 +104,10 @@ def nearest(similarities: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest entries of each row, falling, and their columns; ties in any order.
+    """Return the largest entries of each row, in descending order, and their columns.
 
-    Each of them is in one of the `count` groups of columns with the largest maxima, so that a CPU
-    sorts only these.
+    Ties come in any order. Each entry is in one of the `count` groups of columns with the largest
+    maxima, so that a CPU sorts only these.
     """
     rows, width = values.shape
     groups = width // _GROUP
@@ -125,7 +125,7 @@ def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _quarters(rows: Tensor, block: int) -> Iterator[Tensor]:
-    """Rows in parts no larger than a quarter of the block, whose copies then stay small."""
+    """Yield rows in parts no larger than a quarter of the block, whose copies then stay small."""
     return (rows[part] for part in chunks(len(rows), max(1, block // 4)))
 
 
@@ -138,7 +138,7 @@ def _nearest_in_total_order(similarities: Tensor, depth: int) -> tuple[Tensor, T
 
 
 def in_order(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entries of each row by falling value, ties by smaller index."""
+    """Return the entries of each row by descending value, ties by smaller index."""
     ids, by_id = ids.sort(dim=1)
     values, by_value = values.gather(1, by_id).sort(dim=1, descending=True, stable=True)
     return values, ids.gather(1, by_value)

@@ -68,7 +68,7 @@ class SearchProblem:
 
 
 def find_copies(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows that are equal to an earlier one, rising, and the first row equal to each.
+    """Return the rows equal to an earlier one, in ascending order, and the first row equal to each.
 
     Rows are compared by a 64-bit hash, and those of equal hash entry by entry.
     """
@@ -93,17 +93,17 @@ def _hash(rows: Tensor) -> Tensor:
     return (rows.long() * factors.to(rows.device)).sum(1)
 
 
-def connected_components(count: int, one: Tensor, two: Tensor) -> Tensor:
-    """Return the smallest node connected to each of ``count`` nodes by edges one[i] – two[i]."""
-    components = torch.arange(count, device=one.device)
+def connected_components(count: int, left: Tensor, right: Tensor) -> Tensor:
+    """Return the smallest node connected to each of ``count`` nodes by edges left[i] – right[i]."""
+    components = torch.arange(count, device=left.device)
     while True:
-        least = torch.minimum(components[one], components[two])
-        joined = components.scatter_reduce(0, one, least, "amin")
-        joined = joined.scatter_reduce(0, two, least, "amin")
-        joined = joined[joined]
-        if torch.equal(joined, components):
+        smallest = torch.minimum(components[left], components[right])
+        merged = components.scatter_reduce(0, left, smallest, "amin")
+        merged = merged.scatter_reduce(0, right, smallest, "amin")
+        merged = merged[merged]
+        if torch.equal(merged, components):
             return components
-        components = joined
+        components = merged
 
 
 NEVER = torch.iinfo(torch.int64).max
@@ -137,9 +137,9 @@ def build_problem(
         # Without other processes the queries are the gallery.
         queries = problem.gallery if share == slice(None) else problem.gallery[share]
         problem = replace(problem, queries=queries, self_index=self_index)
-    named = [items.groups for items in sets if items.groups is not None]
-    if named:
-        groups = [torch.from_numpy(part).to(device) for part in encode(*named)[0]]
+    set_groups = [items.groups for items in sets if items.groups is not None]
+    if set_groups:
+        groups = [torch.from_numpy(part).to(device) for part in encode(*set_groups)[0]]
         problem = replace(problem, groups=(groups[-1][share], groups[0]))
     return problem
 

@@ -52,7 +52,7 @@ def project(queries: Tensor, gallery: Tensor, similarity: Similarity) -> tuple[T
         return items if queries is gallery else normalize(queries), items
     if similarity == "euclidean":
         # −|q − g|² = 2 q·g − |q|² − |g|²
-        q2, g2 = (of.square().sum(1, keepdim=True) for of in (queries, gallery))
+        q2, g2 = (rows.square().sum(1, keepdim=True) for rows in (queries, gallery))
         return (
             torch.cat([2 * queries, q2, torch.ones_like(q2)], dim=1),
             torch.cat([gallery, -torch.ones_like(g2), -g2], dim=1),
@@ -60,8 +60,8 @@ def project(queries: Tensor, gallery: Tensor, similarity: Similarity) -> tuple[T
     # Signs s of b bits: −(number of different bits) = (s·s′ − b) / 2, exact in float32.
     bits = torch.arange(7, -1, -1, dtype=torch.uint8, device=gallery.device)
     left, right = (
-        (of[:, :, None] >> bits & 1).flatten(1).to(torch.float32).mul_(2).sub_(1)
-        for of in (queries, gallery)
+        (codes[:, :, None] >> bits & 1).flatten(1).to(torch.float32).mul_(2).sub_(1)
+        for codes in (queries, gallery)
     )
     ones, half = torch.ones_like(left[:, :1]), torch.full_like(right[:, :1], right.shape[1] / 2)
     return torch.cat([left, ones], dim=1), torch.cat([right.mul_(0.5), -half], dim=1)

@@ -22,23 +22,24 @@ from proximetry.metrics._search.similarities import ROWS
 Embeddings = Tensor | npt.NDArray[Any]
 
 # Names of other tools.
-_ELSEWHERE = {"l2": "euclidean", "ip": "dot", "inner_product": "dot", "angular": "cosine"}
+_SYNONYMS = {"l2": "euclidean", "ip": "dot", "inner_product": "dot", "angular": "cosine"}
 
 
-def as_count(value: Any, name: str, least: int = 1) -> int:
-    """Return an integer of any type as an int; raise for others and those below ``least``."""
-    if not is_integer(value, least):
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+def as_count(value: Any, name: str, minimum: int = 1) -> int:
+    """Return an integer of any type as an int; raise for others and those below ``minimum``."""
+    if not is_integer(value, minimum):
+        raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
     return int(value)
 
 
-def check_similarity(similarity: str, known: Any = Similarity) -> None:
-    """Raise for an unknown similarity."""
-    if similarity not in get_args(known):
-        ours = _ELSEWHERE.get(str(similarity).lower())
-        hint = f", called {ours!r} here" if ours else ""
+def check_similarity(similarity: str, choices: Any = Similarity) -> None:
+    """Raise unless a similarity is one of the choices, a `Literal`."""
+    names = get_args(choices)
+    if similarity not in names:
+        synonym = _SYNONYMS.get(str(similarity).lower())
+        hint = f", called {synonym!r} here" if synonym else ""
         raise ValueError(
-            f"unknown similarity {similarity!r}{hint}; choose one of {', '.join(get_args(known))}"
+            f"unknown similarity {similarity!r}{hint}. Choose one of {', '.join(names)}."
         )
 
 
@@ -86,7 +87,7 @@ def as_embeddings(
         if bad:
             raise ValueError(
                 f"{name} has NaN or infinite values in {len(bad)} of {len(matrix)} rows: "
-                f"{join_first(map(str, bad))}; drop or recompute these rows"
+                f"{join_first(map(str, bad))}; remove or recompute these rows"
             )
     return matrix
 
@@ -95,7 +96,7 @@ def _as_matrix(values: Embeddings | None, name: str, allow_empty: bool) -> Tenso
     if isinstance(values, np.ndarray):
         if values.dtype.kind not in "fiub" or values.dtype.itemsize > 8:
             raise ValueError(f"{name} must be float32 or float64, got {values.dtype}")
-        # torch takes no negative strides, no foreign byte order, and warns at read-only arrays.
+        # torch rejects negative strides and other byte orders, and warns of read-only arrays.
         native = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
         matrix = torch.from_numpy(native if native.flags.writeable else native.copy())
     elif isinstance(values, Tensor):
@@ -149,9 +150,9 @@ def check_inputs(
     """
     for one, two, name, other in zip(first, second, *names, strict=True):
         if second[0] is None and two is not None:
-            raise ValueError(f"{other} is given but {names[1][0]} is not; give both or neither")
+            raise ValueError(f"{other} without {names[1][0]}. Pass both or neither.")
         if second[0] is not None and (one is None) != (two is None):
-            raise ValueError(f"give {name} and {other} together, or neither")
+            raise ValueError(f"{name} without {other}, or the reverse. Pass both or neither.")
     inputs, sets = [first] if second[0] is None else [first, second], []
     for raw, (vectors_name, labels_name, groups_name) in zip(inputs, names, strict=False):
         vectors = as_vectors(raw[0], similarity, vectors_name, allow_empty=allow_empty)
@@ -159,24 +160,25 @@ def check_inputs(
         groups = None if raw[2] is None else as_labels(raw[2], len(vectors), groups_name)
         sets.append(Items(vectors, as_labels(labels, len(vectors), labels_name), groups))
     one, two = sets[0].vectors, sets[-1].vectors
-    for what, mine, theirs in (
+    for what, first_value, second_value in (
         ("dimensions", one.shape[1], two.shape[1]),
         ("devices", one.device, two.device),
         ("types", one.dtype, two.dtype),
     ):
-        if mine != theirs:
+        if first_value != second_value:
             raise ValueError(
-                f"{names[0][0]} and {names[1][0]} have different {what}: {mine} and {theirs}"
+                f"{names[0][0]} and {names[1][0]} have different {what}: "
+                f"{first_value} and {second_value}"
             )
     return sets
 
 
 def join_labels(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """Concatenate labels, which are all integers or all strings."""
-    filled = [array for array in arrays if len(array)] or arrays[:1]
-    if len({array.dtype.kind for array in filled}) > 1:
+    arrays = [array for array in arrays if len(array)] or arrays[:1]
+    if len({array.dtype.kind for array in arrays}) > 1:
         raise ValueError("some labels are integers and others are strings; use one kind for all")
-    return np.concatenate(filled)
+    return np.concatenate(arrays)
 
 
 def encode(*arrays: npt.NDArray[Any]) -> tuple[list[IntArray], npt.NDArray[Any]]:
