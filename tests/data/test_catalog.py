@@ -105,7 +105,7 @@ def test_split_classes_by_counts_and_seed():
         ((0.5, 0.6), ("train", "test"), "sum to 1"),
         (1.0, ("train", "test"), "positive"),
         (0.5, ("train",), "2 parts need 2 names"),
-        (0.5, ("train", "tset"), "'tset' is none of"),
+        (0.5, ("train", "tset"), "'tset' is not one of"),
     ],
 )
 def test_split_classes_errors(parts, names, message):
@@ -151,7 +151,7 @@ def test_filter():
     assert catalog.filter(gallery=True).paths == ("4",)
     with pytest.raises(ValueError, match="did you mean 'test'"):
         catalog.filter(split="tset")
-    with pytest.raises(ValueError, match="no such class: 'z'"):
+    with pytest.raises(ValueError, match="unknown class: 'z'"):
         catalog.filter(labels=["a", "z"])
     with pytest.raises(ValueError, match="no query column"):
         small().filter(query=True)
@@ -160,7 +160,7 @@ def test_filter():
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"labels": ("a", "")}, "row 2, column label: '' is not a usable text"),
+        ({"labels": ("a", "")}, "row 2, column label: '' is not a valid text"),
         ({"labels": ("a", 3)}, "row 2, column label: 3 is not"),
         ({"labels": ("a",)}, "labels has 1 entries, paths has 2"),
         ({"paths": ("x\0", "y")}, "row 1, column path"),
@@ -170,8 +170,8 @@ def test_filter():
             "15 more",
         ),
         ({"paths": ("x", "x")}, "row 1, column path: 'x' is listed 2 times; row 2"),
-        ({"splits": ("train", "dev")}, "row 2, column split: 'dev' is none of all, train, val"),
-        ({"queries": (True, True)}, "give both columns or neither"),
+        ({"splits": ("train", "dev")}, "row 2, column split: 'dev' is not one of all, train, val"),
+        ({"queries": (True, True)}, "both columns or neither"),
         ({"queries": (True, 2), "galleries": (True, True)}, "row 2, column query: 2 is neither"),
     ],
 )
@@ -280,8 +280,8 @@ def test_cells_are_numbers_if_all_of_them_are(tmp_path, cells, values):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"path": ("x",)}, "columns holds 'path'"),
-        ({"": ("x",)}, "'' is no usable name for a column"),
+        ({"path": ("x",)}, "columns has 'path'"),
+        ({"": ("x",)}, "invalid name of a column: ''"),
         ({"x": ("a", "b")}, "x has 2 entries, paths has 1"),
         ({"x": ([1],)}, r"row 1, column x: \[1\] is neither a text nor a number"),
         ({"x": (float("inf"),)}, "row 1, column x: inf is neither"),
@@ -334,7 +334,7 @@ def test_parquet_errors(tmp_path):
         Catalog.from_parquet(tmp_path / "text.parquet")
     lists = arrow.table({"path": ["x"], "label": [["a", "b"]]})
     parquet.write_table(lists, tmp_path / "lists.parquet")
-    with pytest.raises(ValueError, match=r"row 1, column label: \['a', 'b'\] is not a usable text"):
+    with pytest.raises(ValueError, match=r"row 1, column label: \['a', 'b'\] is not a valid text"):
         Catalog.from_parquet(tmp_path / "lists.parquet", check_files=False)
 
 

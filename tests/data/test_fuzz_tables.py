@@ -81,7 +81,7 @@ def value_fault(columns):
         if label in MISSING:
             return f"column label has no value in row {row} "
     if ("query" in columns) != ("gallery" in columns):
-        return "give both columns or neither"
+        return "both columns or neither"
     for name in ("path", "split", "query", "gallery"):
         for row, value in enumerate(columns.get(name, ()), start=1):
             text = {"path": value and "\0" not in value, "split": value in SPLITS}

@@ -169,11 +169,11 @@ def test_works_as_a_batch_sampler_of_a_loader(sampler):
         (lambda: ShuffledSampler(5, 0), "must be positive"),
         (lambda: ShuffledSampler(5, 6), "5 images do not fill one batch of 6"),
         (lambda: ShuffledSampler(9, 2, seed=-1), "seed must not be negative"),
-        (lambda: ClassBalancedSampler([0, 1], 3, 1), "3 classes needs as many, there are 2"),
+        (lambda: ClassBalancedSampler([0, 1], 3, 1), "3, but there are 2 classes"),
         (lambda: ClassBalancedSampler([0, 1], 0, 1), "must be positive, got 0 and 1"),
         (lambda: ClassBalancedSampler([0, 1], 2, 0), "must be positive, got 2 and 0"),
-        (lambda: ClassBalancedSampler([], 1, 1), "whole numbers"),
-        (lambda: ClassBalancedSampler([0.5, 1], 1, 1), "whole numbers, got float64"),
+        (lambda: ClassBalancedSampler([], 1, 1), "integers"),
+        (lambda: ClassBalancedSampler([0.5, 1], 1, 1), "integers, got float64"),
     ],
 )
 def test_errors(make, message):
@@ -213,8 +213,8 @@ def test_batches_are_those_of_rounds_and_decks_written_out(options):
         assert batch.tolist() == wanted
 
 
-def test_decks_that_were_put_away_are_dealt_as_before(monkeypatch):
+def test_dropped_decks_are_drawn_again_the_same(monkeypatch):
     codes = np.arange(400) % 40
     expected = np.stack(several(ClassBalancedSampler(codes, 8, 3), 9))
-    monkeypatch.setattr("proximetry.data.samplers._MOST_DECKS", 5)
+    monkeypatch.setattr("proximetry.data.samplers._MAX_DECKS", 5)
     assert (np.stack(several(ClassBalancedSampler(codes, 8, 3), 9)) == expected).all()

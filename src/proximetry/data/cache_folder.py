@@ -34,7 +34,7 @@ class CacheEntry:
 
 
 def list_caches() -> list[CacheEntry]:
-    """Return the caches of this user, the last used first."""
+    """Return the caches of this user, the most recently used first."""
     entries = [
         _entry(path)
         for path in cache_folder().glob("*/*")

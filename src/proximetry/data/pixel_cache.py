@@ -114,7 +114,7 @@ class PixelCache(Pixels):
             interpolation: "bicubic" or "bilinear".
             policy: "error" raises an ImageError that names unreadable images, "skip" removes them
                 from `catalog` and lists them in `bad`.
-            progress: called with (images done, images in all).
+            progress: called with (images done, total).
             on_start: called before decoding.
             on_wait: called before waiting for another process that decodes them.
         """
@@ -183,7 +183,7 @@ class PixelCache(Pixels):
 
 @dataclass(frozen=True)
 class _Settings:
-    """What a cache holds: pixels, or only which images cannot be decoded ("bodies", "headers")."""
+    """Settings of a cache of pixels, or of which images cannot be decoded ("bodies", "headers")."""
 
     size: Size
     interpolation: Interpolation
@@ -195,9 +195,9 @@ class _Settings:
         sides = (self.size,) if isinstance(self.size, int) else self.size
         if not 1 <= min(sides) <= max(sides) <= 4096:
             size = describe_size(self.size)
-            raise ValueError(f"images are scaled to 1 to 4096 pixels, got {size}")
+            raise ValueError(f"size must be 1 to 4096 pixels, got {size}")
         if len(catalog) == 0:
-            raise ValueError("the catalog is empty: there is nothing to decode")
+            raise ValueError("the catalog is empty. Add images.")
         facts = (_FORMAT, self.size, self.interpolation, self.content, metadata.version("pillow"))
         digest = hashlib.blake2b(repr(facts).encode(), digest_size=12)
         digest.update(os.path.abspath(catalog.root).encode(errors="surrogateescape"))
@@ -302,7 +302,7 @@ def _write(
         with name_write_errors(folder):
             np.save(part / "index.npy", index)
         if settings.key(catalog) != folder.name:
-            raise ImageError("images changed while they were decoded", "try again")
+            raise ImageError("images changed while they were decoded", "run the command again")
         pixels = settings.content == "pixels"
         header = {
             "bytes": {name: (part / name).stat().st_size for name in ("pixels.bin", "index.npy")},
@@ -401,19 +401,19 @@ def describe_copies(catalog: Catalog) -> list[str]:
     sizes = _file_states(catalog)[:, 0].tolist()
     counts, codes = Counter(sizes), catalog.codes
     rows = [row for row, size in enumerate(sizes) if counts[size] > 1 and size >= 0]
-    first: dict[str, int] = {}
-    same, other = list[str](), list[str]()
+    originals: dict[str, int] = {}
+    copies: dict[bool, list[str]] = {True: [], False: []}  # by whether the classes are the same
     digests = parallel_map(_file_digest, (catalog.file(row) for row in rows))
     for row, digest in zip(rows, digests, strict=True):
-        before = first.setdefault(digest, row) if digest else row
-        if before != row:
-            copies = same if codes[before] == codes[row] else other
-            copies.append(f"{catalog.paths[row]} (of {catalog.paths[before]})")
+        original = originals.setdefault(digest, row) if digest else row
+        if original != row:
+            same_class = bool(codes[original] == codes[row])
+            copies[same_class].append(f"{catalog.paths[row]} (of {catalog.paths[original]})")
     wrong = "in another class, byte for byte, so one of the two labels is wrong"
     return [
-        f"copies of images {where} ({len(copies)}): {join_first(copies)}"
-        for copies, where in ((same, "in the same class, byte for byte"), (other, wrong))
-        if copies
+        f"copies of images {where} ({len(copies[same])}): {join_first(copies[same])}"
+        for same, where in ((True, "in the same class, byte for byte"), (False, wrong))
+        if copies[same]
     ]
 
 

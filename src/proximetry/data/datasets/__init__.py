@@ -88,16 +88,11 @@ class DatasetInfo:
         return None
 
 
-def _read_infos() -> dict[str, DatasetInfo]:
-    text = Path(__file__).with_name("datasets.toml").read_text(encoding="utf-8")
-    infos = {}
-    for name, entries in tomllib.loads(text).items():
-        sizes = {part: PartSize(*entries[part]) for part in _PARTS if part in entries}
-        infos[name] = DatasetInfo(name, **(entries | sizes))
-    return infos
-
-
-DATASETS = _read_infos()
+_ENTRIES = tomllib.loads(Path(__file__).with_name("datasets.toml").read_text(encoding="utf-8"))
+DATASETS = {
+    name: DatasetInfo(name, **entry | {p: PartSize(*entry[p]) for p in _PARTS if p in entry})
+    for name, entry in _ENTRIES.items()
+}
 
 
 def list_datasets() -> dict[str, DatasetInfo]:

@@ -202,7 +202,7 @@ def inshop(root: Path) -> Catalog:
     rows = list(fields_of(partition, 3, skip=2))
     for path, _, role in rows:
         if role not in ("train", "query", "gallery"):
-            raise ValueError(f"{partition}: {role!r} of {path} is none of train, query, gallery")
+            raise ValueError(f"{partition}: {role!r} of {path} is not one of train, query, gallery")
     catalog = Catalog(
         paths=tuple(path for path, _, _ in rows),
         labels=tuple(label for _, label, _ in rows),
