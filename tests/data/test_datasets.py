@@ -348,7 +348,7 @@ def test_shard_errors(tmp_path):
     with pytest.raises(ValueError, match="is not a file"):
         Catalog.from_shards([tmp_path / "none.tar"])
     (tmp_path / "a.tar.gz").write_bytes(b"x")
-    with pytest.raises(ValueError, match="not a .tar file"):
+    with pytest.raises(ValueError, match=r"not a \.tar file"):
         Catalog.from_shards([tmp_path / "a.tar.gz"])
     (tmp_path / "text.tar").write_text("nothing like a tar" * 100)
     with pytest.raises(ValueError, match="not an uncompressed tar"):

@@ -80,7 +80,7 @@ def read_yaml(path: Path, kind: str) -> dict[str, Any]:
     except ValueError as error:
         raise RecipeError(str(error)) from error
     if not isinstance(values, dict):
-        raise RecipeError(f"{path} holds no {kind}: expected keys and values")
+        raise RecipeError(f"{path} is not a {kind}: expected keys and values")
     return values
 
 
@@ -180,11 +180,11 @@ def _meaningless_keys(old: Mapping[str, Any], new: Mapping[str, Any], whole: boo
 def resets(values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[str]:
     """Return one line per change that makes `merge` reset keys that no change names."""
     before, after = flatten(overlay({}, values)), flatten(merge(values, changes))
-    named, lines = flatten(overlay({}, changes)), []
-    lost = {key: old for key, old in before.items() if key not in named and after.get(key) != old}
-    for cause, value in named.items() if lost else ():
-        alone = flatten(merge(values, {cause: value}))
-        keys = [key for key, old in lost.items() if alone.get(key) != old]
+    new, lines = flatten(overlay({}, changes)), []
+    lost = {key: old for key, old in before.items() if key not in new and after.get(key) != old}
+    for cause, value in new.items() if lost else ():
+        result = flatten(merge(values, {cause: value}))
+        keys = [key for key, old in lost.items() if result.get(key) != old]
         if keys:
             settings = ", ".join(f"{key} ({format_value(lost.pop(key))})" for key in keys)
             lines.append(f"{cause} {format_value(value)} also resets {settings}")
@@ -247,7 +247,7 @@ def validation_message(error: ValidationError, model: type[BaseModel]) -> str:
             allowed = re.findall(r"'([^']+)'", context["expected"])
             near = suggest(value if isinstance(value, str) else "", allowed)
             return f"{where} is {format_value(value)}{near}"
-        case "value_error":  # raised by a validator of ours
+        case "value_error":  # raised by a validator here
             reason = str(context["error"])
             if re.split(r"[.: ]", reason, maxsplit=1)[0] in _known_keys(model, where):
                 return f"{where}.{reason}".lstrip(".")
