@@ -60,7 +60,7 @@ def test_round_trip(tmp_path, catalog, form):
 
 
 @given(catalog=catalogs(min_rows=1), seed=st.integers(0, 5), fraction=st.floats(0.05, 0.95))
-def test_split_classes_shares_none_and_loses_none(catalog, seed, fraction):
+def test_split_classes_is_a_partition(catalog, seed, fraction):
     if len(catalog.class_names) < 2:
         with pytest.raises(ValueError, match="cannot be divided"):
             catalog.split_classes(fraction)
@@ -452,7 +452,7 @@ def test_splits_inside_shards(tmp_path):
     )
 
 
-def test_links_to_class_folders_elsewhere_are_followed(tmp_path):
+def test_links_to_class_folders_are_followed(tmp_path):
     make_tree(tmp_path, ["pool/x/1.png", "pool/y/deep/2.png", "root/b/3.png", "root/a/4.png"])
     (tmp_path / "root/x").symlink_to(tmp_path / "pool/x")
     (tmp_path / "root/b/more").symlink_to(tmp_path / "pool/y")  # below a class folder

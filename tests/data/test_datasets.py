@@ -89,7 +89,7 @@ def test_cub_lists_that_do_not_fit(tmp_path):
         open_dataset("cub", tmp_path)
 
 
-def test_cub_mirror_is_divided_by_class_not_by_folder(tmp_path):
+def test_cub_copy_is_split_by_class_not_by_folder(tmp_path):
     names = [f"{c:03d}.B/{s}.jpg" for c in (1, 100, 101, 200) for s in ("x", "y")]
     place(tmp_path, *(f"{'train' if 'x' in n else 'test'}/{n}" for n in names))
     for path, split in splits(open_dataset("cub", tmp_path)).items():
@@ -129,7 +129,7 @@ def cars_names(sizes, folder=""):
         ("cars", ["train/a/00001.jpg", "test/b/00001.jpg"]),
     ],
 )
-def test_tree_without_numbers_is_noted(tmp_path, name, files):
+def test_unnumbered_folders_are_noted(tmp_path, name, files):
     place(tmp_path, *files)
     assert "not numbered" in open_dataset(name, tmp_path).notes[0]
 
@@ -155,7 +155,7 @@ def test_cars_complete_and_incomplete_trees(tmp_path):
         open_dataset("cars", tmp_path, strict=True)
 
 
-def test_cars_with_missing_classes_is_divided_by_number(tmp_path):
+def test_cars_with_missing_classes_are_split_by_image_number(tmp_path):
     place(tmp_path, "b/008054.jpg", "c/008055.jpg", "a/016185.jpg", "d/000001.jpg")
     catalog = open_dataset("cars", tmp_path)
     found = dict(zip(catalog.labels, catalog.splits, strict=True))
@@ -222,7 +222,7 @@ def test_flowers_official(tmp_path):
     assert any("image_00003.jpg" in note for note in catalog.notes)
 
 
-def test_flowers_in_folders_are_divided_by_the_number_of_the_class(tmp_path):
+def test_flowers_in_folders_are_split_by_class_number(tmp_path):
     place(tmp_path, "train/9/a.jpg", "valid/51/b.jpg", "test/9/c.jpg", "test/100/d.jpg")
     catalog = open_dataset("flowers", tmp_path)
     found = {Path(path).stem: split for path, split in splits(catalog).items()}
@@ -246,7 +246,7 @@ def test_sop(tmp_path):
     assert "train: 1 of 59551 images, 1 of 11318 classes" in catalog.notes[0]
 
 
-def test_lists_need_not_be_utf8(tmp_path):
+def test_lists_of_names_that_are_not_utf8(tmp_path):
     place(tmp_path, "caf\udce9_final/1_0.JPG", "chair_final/2_0.JPG")
     head = b"image_id class_id super_class_id path\n"
     (tmp_path / "Ebay_train.txt").write_bytes(head + b"1 1 1 caf\xe9_final/1_0.JPG\n")
@@ -307,7 +307,7 @@ def test_faces(tmp_path, around):
     assert catalog.notes == ("1 images are not named <person>_<number>: C/photo.jpg",)
 
 
-def test_lfw_is_divided_by_people_with_three_images(tmp_path):
+def test_lfw_is_split_by_people_with_three_images(tmp_path):
     people = {"Ann_B": 3, "C": 2, "D_E": 5, "F": 1, "G": 4}
     files = [f"{n}/{n}_{i + 1:04d}.jpg" for n, images in people.items() for i in range(images)]
     place(tmp_path / "lfw", *files)
@@ -391,7 +391,7 @@ def test_members_cannot_reach_outside(tmp_path):
         ("flowers", "or <number of the class>"),
     ],
 )
-def test_wrong_folder_says_what_was_expected_and_found(tmp_path, name, expected):
+def test_wrong_folder_names_expected_and_actual_files(tmp_path, name, expected):
     (tmp_path / "holiday.txt").write_text("x")
     with pytest.raises(ValueError, match=expected) as caught:
         open_dataset(name, tmp_path)

@@ -170,7 +170,7 @@ def check(file, root, columns, read):
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
-def test_random_tables_equal_a_plain_account(root, form, tmp_path):
+def test_random_tables_equal_a_reference_reader(root, form, tmp_path):
     rng = random.Random(form)
     seen = []
     for _ in range(600):
@@ -184,7 +184,7 @@ def test_random_tables_equal_a_plain_account(root, form, tmp_path):
     assert min(seen.count("read"), seen.count("rejected")) > 100
 
 
-def test_missing_numbers_are_no_labels(root, tmp_path):
+def test_missing_numbers_are_not_labels(root, tmp_path):
     rng = random.Random(0)
     for _ in range(40):
         labels = [rng.choice([1.0, 2.5, math.inf, math.nan, None]) for _ in range(3)]

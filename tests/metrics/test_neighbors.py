@@ -25,7 +25,7 @@ floats = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
 @given(st.lists(floats, min_size=1, max_size=40), st.integers(0, 2**31 - 50))
-def test_keys_order_like_similarity_then_index(values, first):
+def test_keys_are_ordered_by_similarity_then_index(values, first):
     similarities = torch.tensor(values, dtype=torch.float32)
     ids = torch.arange(first, first + len(values))
     keys = to_keys(similarities, ids)

@@ -23,7 +23,7 @@ def test_neighbors_stay_neighbors():
     assert float((points.max(0).values - points.min(0).values).max()) == pytest.approx(1)
 
 
-def test_length_matters_to_distances_alone():
+def test_only_distances_depend_on_length():
     vectors, _ = groups(60)
     lengths = torch.rand(60, 1) + 0.5
     assert np.allclose(map_embeddings(vectors), map_embeddings(vectors * lengths), atol=0.05)

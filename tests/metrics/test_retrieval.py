@@ -30,7 +30,7 @@ def whole_numbers(seed, rows, columns=3, high=3):
     similarity=st.sampled_from(["dot", "euclidean", "hamming"]),
     grouped=st.booleans(),
 )
-def test_every_item_against_the_others(rows, k, seed, similarity, grouped):
+def test_self_search(rows, k, seed, similarity, grouped):
     vectors = whole_numbers(seed, rows)
     if similarity == "hamming":
         vectors = np.random.default_rng(seed).integers(0, 256, (rows, 2), dtype=np.uint8)
@@ -113,7 +113,7 @@ def test_inputs_of_all_kinds_agree():
     assert np.array_equal(retrieve(swapped, numbers, similarity="dot").ids, plain.ids)
 
 
-def test_vanishing_and_zero_vectors():
+def test_tiny_and_zero_vectors():
     vectors = torch.tensor([[1e-30, 0.0], [1e30, 0.0], [0.0, 2e-42], [0.0, 0.0]])
     result = retrieve(vectors, [0, 0, 1, 1], k=3)
     assert result.similarities[0].tolist() == [1.0, 0.0, 0.0]
@@ -129,7 +129,7 @@ def blobs(spread):
 
 
 @pytest.mark.parametrize("offset", [0, 1_000, 10_000, -100_000])
-def test_a_common_offset_costs_no_digits(offset):
+def test_common_offset_keeps_precision(offset):
     vectors, labels = blobs(0.8)
     stored = (vectors + offset * np.linspace(0.5, 1, 16)).astype(np.float32)
     stored[7] = stored[:7].mean(0) * 3  # one item far from all others
@@ -306,7 +306,7 @@ def test_first_bad_rows_are_named(bad):
         )
 
 
-def test_large_finite_values_are_not_mistaken_for_infinite():
+def test_large_finite_values_are_accepted():
     vectors = np.full((4, 2), 3e38, dtype=np.float32)
     assert retrieve(vectors, [0, 0, 1, 1], k=1).similarities[0, 0] == pytest.approx(1.0)
     wide = np.full((4, 2), 1.7e308)

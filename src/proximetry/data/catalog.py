@@ -56,7 +56,7 @@ _PROGRESS_EVERY = 1000  # files
 class Catalog:
     """Immutable, validated table of images, their classes and their roles.
 
-    Columns may be any sequences and read like tuples; they are stored as pyarrow arrays.
+    Columns read like tuples; they are stored as pyarrow arrays.
 
     Attributes:
         paths: relative to `root`, or absolute; "shard.tar::member" for an
@@ -69,8 +69,7 @@ class Catalog:
         groups: anything coarser than a class, such as the kind of product.
         notes: warnings from reading the data, such as missing images.
         layout: the classes and splits that were inferred, if any.
-        columns: further metadata by name: text, numbers, True and False, or None. Galleries keep
-            it; training does not use it.
+        columns: further metadata for galleries by name: text, numbers, flags, or None.
     """
 
     paths: Sequence[str]
@@ -120,7 +119,6 @@ class Catalog:
 
     def file(self, i: int) -> str:
         """Return the full path of one image, ready for `open_image`."""
-        # os.path.join leaves absolute paths alone.
         return os.path.join(self.root, self.paths[i])
 
     def subset(self, rows: Sequence[int] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Self:
@@ -178,8 +176,8 @@ class Catalog:
         """Divide into parts that share no class, for instance to hold out classes.
 
         Args:
-            parts: the first part's fraction of the classes (0.8), fractions that sum to one
-                ((0.6, 0.2, 0.2)), or numbers of classes that sum to all of them ((98, 98)).
+            parts: the first part's fraction of the classes (0.8), all fractions ((0.6, 0.2, 0.2))
+                or all numbers of classes ((98, 98)).
             seed: seed of the draw; the order of the rows does not matter.
             names: the split of each part.
         """

@@ -117,18 +117,15 @@ def scan_folder(root: Path) -> Scan:
             f"all images lie in folders below the class folders, as {'/'.join(paths[0])}; the "
             "outer ones are the classes"
         )
-    kinds = {
-        "files of an unsupported image format; convert to JPEG or PNG": [
-            name for name in ignored if name.lower().endswith(_RAW)
-        ],
-        "files that are not images in a class folder": [
-            name for name in ignored if not name.lower().endswith(_RAW)
-        ],
-        "class folders without images": empty,
-    }
-    notes += [
-        f"{what} ({len(names)}): {join_first(names)}" for what, names in kinds.items() if names
-    ]
+    raw = [name for name in ignored if name.lower().endswith(_RAW)]
+    others = [name for name in ignored if not name.lower().endswith(_RAW)]
+    for what, names in (
+        ("files of an unsupported image format; convert to JPEG or PNG", raw),
+        ("files that are not images in a class folder", others),
+        ("class folders without images", empty),
+    ):
+        if names:
+            notes.append(f"{what} ({len(names)}): {join_first(names)}")
     return Scan(
         tuple("/".join(path) for path in paths),
         tuple(path[depth - 1] for path in paths),
@@ -172,8 +169,8 @@ def layout(rows: Iterable[tuple[str, str]], skipped: Iterable[str] = ()) -> str:
         names = classes[home]
         count = f"{len(names)} class{'es' if len(names) != 1 else ''}"
         parts.append(f"{count} in {home}" if home else f"{count}: {join_first(sorted(names))}")
-    names = join_first(sorted(skipped))
-    return f"images: {', '.join(parts) or 'none'}" + (f"; skipped: {names}" if names else "")
+    listed = join_first(sorted(skipped))
+    return f"images: {', '.join(parts) or 'none'}" + (f"; skipped: {listed}" if listed else "")
 
 
 def _walk(root: Path, start: Names, skipped: list[str]) -> Iterator[tuple[Names, list[str]]]:

@@ -89,14 +89,11 @@ def open_image(
             than 65 535. The size is taken from the header, before anything is decoded.
     """
     name = _name(source)
-    if isinstance(source, Image.Image):
-        _check_size(*source.size, name, max_pixels)
-        with _LOCKS[id(source) // 16 % len(_LOCKS)]:
-            return _finish(source, name)
-    if isinstance(source, np.ndarray):
-        image = _from_array(source, name)
+    if isinstance(source, Image.Image | np.ndarray):
+        image = _from_array(source, name) if isinstance(source, np.ndarray) else source
         _check_size(*image.size, name, max_pixels)
-        return _finish(image, name)
+        with _LOCKS[id(image) // 16 % len(_LOCKS)]:
+            return _finish(image, name)
     with _open_checked(source, max_pixels) as image:
         width, height = image.size
         if size is not None:

@@ -1,9 +1,8 @@
 """The image loader of training, evaluation, embedding and indexing.
 
-Worker processes of a `torch.utils.data.DataLoader` decode and resize image files ahead of their
-use. They are forked: they inherit what is imported and need no `if __name__ == "__main__"` in a
-script. Forking next to CUDA and threads is safe here, because workers run Pillow only. Threads
-decode small sets of images, and all images on systems other than Linux.
+Forked worker processes of a `torch.utils.data.DataLoader` decode and resize image files ahead of
+their use. Forking next to CUDA and threads is safe, because workers run Pillow only. Threads decode
+small sets of images, and all images on systems other than Linux.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ class Pixels:
 
     Attributes:
         flat: the pixels of all images, uint8.
-        index: offset in `flat`, height and width of each image; `offsets`, `heights` and `widths`
-            are its columns.
+        index: offset in `flat`, height and width of each image, the columns of which are
+            `offsets`, `heights` and `widths`.
     """
 
     def __init__(self, flat: torch.Tensor, index: npt.NDArray[np.int64]) -> None:

@@ -160,7 +160,6 @@ class ClassBalancedSampler(_BatchSampler):
                 "classes_per_batch and images_per_class must be positive, "
                 f"got {classes_per_batch} and {images_per_class}"
             )
-        # Two arrays instead of one object per class: there may be millions of classes.
         self._images = np.argsort(labels, kind="stable")
         in_order = labels[self._images]
         begins = np.flatnonzero(in_order[1:] != in_order[:-1]) + 1

@@ -1,7 +1,6 @@
 """Clustering: k-means, and the agreement of its clusters with the classes.
 
-Agreement is computed in float64 from the sparse table of (class, cluster) counts, so its cost
-grows with the number of items, not with classes × clusters.
+Agreement is computed in float64 from the sparse table of (class, cluster) counts.
 """
 
 import math
@@ -28,8 +27,7 @@ from proximetry.metrics.scores import CLUSTERING
 
 Average = Literal["arithmetic", "geometric"]
 
-# Entries of one tile of products: large enough to keep the device busy, small enough to be
-# negligible beside the embeddings.
+# Entries of one tile of products.
 _TILE = {"cpu": 2**22, "cuda": 2**27}
 # Terms of the expected mutual information in memory.
 _MAX_TERMS = 2**21
@@ -198,8 +196,7 @@ def kmeans(
     the row farthest from its center; identical rows are never split, so data with fewer distinct
     rows than ``clusters`` leave clusters empty.
 
-    The same seed gives the same result on the same CPU; random numbers are drawn on the CPU, so
-    other devices differ by rounding alone.
+    Random numbers are drawn on the CPU, so results on other devices differ by rounding only.
     """
     vectors = as_vectors(embeddings, "euclidean", "embeddings")
     clusters, iterations = as_count(clusters, "clusters"), as_count(iterations, "iterations")

@@ -1,8 +1,6 @@
 """Identification against distractors: the MegaFace protocol.
 
-Each trial takes a probe and one of its mates in the gallery and counts the distractors that are at
-least as near to the probe as the mate. Distractors are compared in tiles, so memory does not grow
-with their number.
+Each trial counts the distractors that are at least as near to a probe as one of its mates.
 """
 
 import math
@@ -98,10 +96,9 @@ def identify(
 ) -> Identification:
     """Rank every mate of every probe among the distractors.
 
-    Each pair of a probe and a mate (a gallery row with the same label) is a trial; other mates of
-    the probe are excluded from it. A distractor exactly as near as the mate counts against the
-    probe. Similarities are compared in float64, up to 1e-13 of the vectors' lengths, so copies of
-    a vector tie.
+    Each pair of a probe and a mate (a gallery row with the same label) is a trial, without other
+    mates of the probe. A distractor exactly as near as the mate counts against the probe. Scores
+    are float64 and tie up to 1e-13 of the vectors' lengths.
 
     Args:
         probes: [probes, dimensions].

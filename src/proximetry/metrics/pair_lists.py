@@ -53,9 +53,9 @@ class PairList:
 def read_pairs(path: str | os.PathLike[str]) -> PairList:
     """Read LFW's ``pairs.txt``.
 
-    The first line gives the number of folds and of pairs of either kind per fold (``10  300``; a
-    single number means one fold). Then each fold lists its same-person pairs, ``name i j``, and
-    its different-person pairs, ``name1 i name2 j``.
+    The first line has the number of folds, 1 by default, and of pairs of either kind per fold:
+    ``10  300``. Each fold lists its same-person pairs, ``name i j``, then its different-person
+    pairs, ``name1 i name2 j``.
     """
     text = Path(path).read_text(encoding="utf-8-sig")
     lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
@@ -122,10 +122,8 @@ def draw_pairs(labels: Labels, pairs: int = 6000, folds: int = 10, seed: int = 0
     """Draw random pairs of rows in the layout of LFW: half of one class, in folds.
 
     For a same pair, a class is drawn and then two of its rows; for a different pair, two classes
-    and a row of each. A pair may be drawn twice. Every fold gets the same number of pairs.
-
-    With ten classes per fold or more, folds share no class. With fewer classes, every pair of
-    classes takes part, each in one fold.
+    and a row of each. A pair may be drawn twice. All folds have equally many pairs. They share no
+    class if there are at least ten per fold; else each pair of classes is in one fold.
     """
     pairs, folds = as_count(pairs, "pairs"), as_count(folds, "folds", 2)
     (codes,), _ = encode(as_labels(labels, len(labels), "labels"))

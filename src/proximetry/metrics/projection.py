@@ -27,8 +27,7 @@ def map_embeddings(
 ) -> npt.NDArray[np.float32]:
     """Place embeddings on a plane so that neighbors stay neighbors, by t-SNE.
 
-    Distances between groups and their sizes mean little. Fewer than ten embeddings are placed by
-    their two principal components.
+    Fewer than ten embeddings are placed by their two principal components.
 
     Args:
         embeddings: [N, D].

@@ -43,8 +43,7 @@ Reorder = Callable[[Tensor, Tensor], Tensor]
 def binary_codes(embeddings: Embeddings) -> npt.NDArray[np.uint8]:
     """Return the packed binary codes of embeddings: the signs of their dimensions.
 
-    A bit is 1 where the entry is positive and 0 where it is negative or zero. There is no other
-    threshold and nothing is fitted: the code of a vector depends on that vector alone.
+    A bit is 1 where the entry is positive and 0 where it is negative or zero.
 
     Args:
         embeddings: [items, dimensions].

@@ -196,8 +196,8 @@ def retrieve(
 ) -> RetrievalResult:
     """Find the k nearest gallery items of every query, exactly.
 
-    The order is computed in the precision of the vectors, usually float32, as in `evaluate`. For
-    "euclidean", the returned distances are computed in float64 from the differences.
+    The order is computed in the precision of the vectors, as in `evaluate`; the returned Euclidean
+    distances in float64 from the differences.
 
     Args:
         embeddings: the gallery, [items, dimensions]: a torch tensor on any device or a NumPy
@@ -246,7 +246,6 @@ def retrieve(
             "classes": problem.classes,
             "positives": problem.positives().cpu().numpy(),
         }
-    excludes_self = problem.self_index is not None
-    return RetrievalResult(
-        ids, similarities, len(problem.gallery), similarity, excludes_self, **arrays
-    )
+    is_self_search = problem.self_index is not None
+    size = len(problem.gallery)
+    return RetrievalResult(ids, similarities, size, similarity, is_self_search, **arrays)

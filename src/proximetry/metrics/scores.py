@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CLUSTERING = ("nmi", "nmi_geometric", "ami", "f1")
-"""What `proximetry.metrics.cluster` reports."""
+"""Scores of `proximetry.metrics.cluster`."""
 ONE_SET = (*CLUSTERING, "verification")
-"""Metrics of a whole set, not of single queries."""
+"""Metrics of a set, not of single queries."""
 SEPARABILITY = ("separability", "mean_angle", "smallest_angle")
 """Metrics of proxies: `proximetry.metrics.Separability.scores`."""
 _MAX_CUTOFF = 1_000_000  # the ideal list is in memory
@@ -114,7 +114,7 @@ def _cutoffs(values: Any, name: str) -> tuple[int, ...]:
 class Metrics:
     """Which metrics to compute, in the order of reporting.
 
-    A field ending in ``_at`` holds the cut-offs k at which its metric is computed.
+    A field ending in ``_at`` holds the cut-offs k of its metric.
     """
 
     recall_at: tuple[int, ...] = _setting(

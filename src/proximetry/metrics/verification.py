@@ -1,7 +1,6 @@
-"""Verification: are two images of the same person (or thing)?
+"""Verification: decide whether two images are of the same class.
 
-Similarities are "larger is nearer" throughout, and a pair is called the same when its similarity
-is at least the threshold. Curves and rates are float64.
+Larger similarities are nearer; a pair is accepted if its similarity is at least the threshold.
 """
 
 import math
@@ -198,13 +197,10 @@ def verify(
 ) -> Verification:
     """Verify pairs by the protocol of LFW and YTF.
 
-    For each fold the threshold is chosen on all other folds, where it makes the most decisions
-    right, and evaluated on the fold. Candidates are all that can differ: the midpoints between
-    neighboring similarities, and ±∞ (accept nothing, accept everything); among equally good
-    ones the highest wins, which accepts the fewest. ``folds`` is a number (the pairs are cut
-    into that many blocks in their order, as LFW lists them) or one fold id per pair.
-
-    The curve, AUC, EER and TAR at each ``far`` use all pairs together.
+    For each fold, the threshold with the highest accuracy on the other folds is evaluated on the
+    fold. Candidates are the midpoints between neighboring similarities, and ±∞; of equally good
+    ones, the highest. ``folds`` is a number of blocks of consecutive pairs, as in LFW's list, or
+    one fold id per pair. The curve, AUC, EER and TAR at each ``far`` use all pairs.
     """
     values, truth = _validate(similarities, same)
     parts, names = _folds(folds, truth)

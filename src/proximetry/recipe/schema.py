@@ -458,8 +458,8 @@ class Recipe(Section):
     ) -> Recipe:
         """Load a recipe from a YAML file, a shipped recipe's name or plain values, with overrides.
 
-        Missing keys take the value of the recipe named as ``base``, else their default. Keys may
-        be nested or dotted, in files and in overrides alike: ``{"optimizer.lr": 1e-3}``.
+        Missing keys take the value of the recipe named as ``base``, else their default. Keys may be
+        nested or dotted: ``{"optimizer.lr": 1e-3}``.
         """
         try:
             values = merge(plain_values(source), overrides or {})

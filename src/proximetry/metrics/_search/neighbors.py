@@ -1,8 +1,6 @@
 """Exact nearest neighbors, one block of queries at a time.
 
-Every similarity is one matrix product: Euclidean and Hamming distances become dot products of
-slightly longer vectors. Similarities are always "larger is nearer"; neighbors are in the total
-order (descending similarity, ascending index), so equal similarities never depend on the machine.
+Neighbors are in a total order (descending similarity, ascending index), on every machine.
 """
 
 from __future__ import annotations

@@ -5,11 +5,8 @@ tile, and with them its copies, which take their similarities from the first of 
 tiles go first: they give each item its best positive and a first list. A tile off the diagonal
 then holds negatives only, and serves its rows and, transposed, its columns:
 
-- neighbors: maxima of small groups show the few places that can still enter a list;
-- ranks: while the best positive is in its item's list, so is everything nearer; once it has been
-  pushed out, the nearer items of each further tile are counted.
-
-Both come from the same products, so a list and a rank never contradict each other.
+- neighbors: maxima of small groups show the few entries that can still enter a list;
+- ranks: once the best positive of an item has left its list, nearer items of each tile are counted.
 """
 
 from __future__ import annotations

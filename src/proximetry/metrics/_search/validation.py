@@ -159,16 +159,11 @@ def check_inputs(
         labels = range(len(vectors)) if raw[1] is None and allow_unlabeled else raw[1]
         groups = None if raw[2] is None else as_labels(raw[2], len(vectors), groups_name)
         sets.append(Items(vectors, as_labels(labels, len(vectors), labels_name), groups))
-    one, two = sets[0].vectors, sets[-1].vectors
-    for what, first_value, second_value in (
-        ("dimensions", one.shape[1], two.shape[1]),
-        ("devices", one.device, two.device),
-        ("types", one.dtype, two.dtype),
-    ):
-        if first_value != second_value:
+    facts = [(items.vectors.shape[1], items.vectors.device, items.vectors.dtype) for items in sets]
+    for what, one, two in zip(("dimensions", "devices", "types"), facts[0], facts[-1], strict=True):
+        if one != two:
             raise ValueError(
-                f"{names[0][0]} and {names[1][0]} have different {what}: "
-                f"{first_value} and {second_value}"
+                f"{names[0][0]} and {names[1][0]} have different {what}: {one} and {two}"
             )
     return sets
 
