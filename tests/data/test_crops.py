@@ -93,13 +93,13 @@ def test_center_crop_of_the_cache_equals_resize_and_center_crop(data, tmp_path_f
 def test_flipped_centers_are_the_views_of_evaluation_or_their_mirrors(pixels):
     rows, crop = np.repeat(np.arange(len(pixels) - 1), 20), CenterCrop((7, 4), flip=True)
     plain = CenterCrop((7, 4))(pixels, rows)
-    windows = crop.draw(pixels, rows, torch.Generator().manual_seed(0))
+    uniforms = crop.draw_uniforms(len(rows), torch.Generator().manual_seed(0))
+    windows = crop.windows(pixels, rows, uniforms)
     batch = crop.apply(pixels, rows, windows)
     assert 0.3 < windows.flip.double().mean() < 0.7
     expected = torch.where(windows.flip[:, None, None, None], plain.flip(3), plain)
     assert torch.equal(batch, expected)
-    never = CenterCrop((7, 4)).draw(pixels, rows, torch.Generator().manual_seed(0))
-    assert not never.flip.any()
+    assert not CenterCrop((7, 4)).windows(pixels, rows, uniforms).flip.any()
 
 
 def sized(*sizes):

@@ -343,19 +343,18 @@ def test_a_replaced_shard_is_read_again(tmp_path):
 
 
 def test_shard_errors(tmp_path):
-    with pytest.raises(ValueError, match="no shards"):
-        Catalog.from_shards([])
-    with pytest.raises(ValueError, match="is not a file"):
-        Catalog.from_shards([tmp_path / "none.tar"])
     (tmp_path / "a.tar.gz").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"not a \.tar file"):
-        Catalog.from_shards([tmp_path / "a.tar.gz"])
-    (tmp_path / "text.tar").write_text("nothing like a tar" * 100)
-    with pytest.raises(ValueError, match="not an uncompressed tar"):
-        Catalog.from_shards([tmp_path / "text.tar"])
-    pack(tmp_path / "flat.tar", "lonely.png")
-    with pytest.raises(ValueError, match="holds no <class>/<image>"):
-        Catalog.from_shards([tmp_path / "flat.tar"])
+    (tmp_path / "text.tar").write_text("not a tar file" * 100)
+    pack(tmp_path / "flat.tar", "0.png")
+    for names, message in (
+        ([], "no shards"),
+        (["none.tar"], "is not a file"),
+        (["a.tar.gz"], r"not a \.tar file"),
+        (["text.tar"], "not an uncompressed tar"),
+        (["flat.tar"], "holds no <class>/<image>"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Catalog.from_shards([tmp_path / name for name in names])
     pack(tmp_path / "cut.tar", "x/1.png", "x/2.png", data=b"?" * 3000)
     data = (tmp_path / "cut.tar").read_bytes()
     for length in (4096, 4000, 1024):  # between two members, inside one, inside the first

@@ -112,7 +112,7 @@ class RandomResizedCrop:
 class CenterCrop:
     """The center of cached images: a square, or (height, width).
 
-    As augmentation (`draw`, `apply`), with ``flip`` half of the images are mirrored, at random.
+    As augmentation, with ``flip`` half of the images are mirrored, at random.
     From a cache of an embedder's `resize` and interpolation, the result has the bytes of
     `resize_and_center_crop` of the files.
     """
@@ -131,10 +131,6 @@ class CenterCrop:
         """Return the batch of windows."""
         # Nothing is scaled, so the filter does not matter.
         return resample(pixels, rows, windows, crop_size(self.crop), "bilinear")
-
-    def draw(self, pixels: Pixels, rows: Rows, generator: torch.Generator) -> Windows:
-        """Return the central window of each image, flipped or not."""
-        return self.windows(pixels, rows, self.draw_uniforms(len(rows), generator))
 
     def draw_uniforms(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw the random numbers of `windows`."""

@@ -229,11 +229,11 @@ class Catalog:
     def describe(self) -> str:
         """Return a few lines: numbers of images and classes by split."""
         parts = self._images_of_splits
-        together = {"together": np.bincount(self.codes)} if len(parts) > 1 else {}
+        totals = {"together": np.bincount(self.codes)} if len(parts) > 1 else {}
         table: list[tuple[object, ...]] = [
             ("split", "images", "classes", "smallest", "median", "largest")
         ]
-        for name, images in (parts | together).items():
+        for name, images in (parts | totals).items():
             n = images[images > 0].tolist()
             table.append((name, sum(n), len(n), min(n), f"{median(n):g}", max(n)))
         lines = [f"{len(self)} images of {len(self.class_names)} classes in {self.root}"]

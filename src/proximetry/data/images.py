@@ -27,8 +27,7 @@ Size: TypeAlias = int | tuple[int, int]
 """The short side of scaled images, or their height and width."""
 Source: TypeAlias = "str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any]"
 
-# Above it Pillow warns too.
-MAX_PIXELS = 89_478_485
+MAX_PIXELS = 89_478_485  # above it Pillow warns too
 # The limit of JPEG. Pillow takes 20 bytes per row, so a long thin image takes much memory.
 MAX_SIDE = 65_535
 
@@ -312,8 +311,7 @@ def _check_size(width: int, height: int, name: str, max_pixels: int) -> None:
 def _turn(image: Image.Image) -> Image.Transpose | None:
     try:
         return _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
-    except Exception:
-        # A damaged EXIF block leaves the pixels intact.
+    except Exception:  # the pixels are fine if the EXIF block is damaged
         return None
 
 

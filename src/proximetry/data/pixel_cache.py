@@ -62,8 +62,7 @@ _FORMAT = "proximetry pixels 5"
 _LOCK_SECONDS = 30 * 86_400.0  # to wait for another process
 
 Policy: TypeAlias = Literal["error", "skip"]
-Bad: TypeAlias = tuple[tuple[str, str], ...]
-"""Path and reason of images that cannot be read."""
+Bad: TypeAlias = tuple[tuple[str, str], ...]  # path and reason of unreadable images
 Root: TypeAlias = "str | os.PathLike[str] | None"
 
 

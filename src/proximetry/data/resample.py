@@ -70,7 +70,6 @@ def resample(
     if kernel is None:
         return _resample_each(pixels, images, windows, size, interpolation).to(device)
     table = window_table(pixels, images, windows).pin_memory()
-    # No wait: the pinned memory is not used again before the copy is done.
     return kernel(pixels.flat, table.to(device, non_blocking=True), size, interpolation)
 
 

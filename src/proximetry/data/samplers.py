@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
 
-# Separate streams of random numbers from one seed.
-_SHUFFLE, _CLASSES, _IMAGES, _RUNS, _BUFFER = range(5)
+_SHUFFLE, _CLASSES, _IMAGES, _RUNS, _BUFFER = range(5)  # streams of random numbers of a seed
 _MAX_DECKS = 1 << 16
 
 

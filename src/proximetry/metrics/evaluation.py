@@ -168,8 +168,8 @@ class Evaluation(Mapping[str, float]):
         Raises:
             ValueError: if the queries differ.
         """
-        labels = [each.classes[each.query_codes] for each in (self, other)]
-        if not (np.array_equal(*labels) and np.array_equal(self.positives, other.positives)):
+        left, right = (each.classes[each.query_codes] for each in (self, other))
+        if not (np.array_equal(left, right) and np.array_equal(self.positives, other.positives)):
             raise ValueError("the evaluations are of different queries. Evaluate the same ones.")
         differences = {
             name: other.scores[name] - values

@@ -16,8 +16,7 @@ from proximetry.metrics._search.validation import Embeddings, as_embeddings, che
 
 _MapSimilarity = Literal["cosine", "euclidean"]
 
-_DIM = 50
-"""Principal components that t-SNE starts from (van der Maaten and Hinton 2008)."""
+_DIM = 50  # principal components that t-SNE starts from (van der Maaten and Hinton 2008)
 _PERPLEXITY = 30.0
 _MIN_VECTORS = 10
 

@@ -19,16 +19,11 @@ from proximetry.metrics._search.problem import SearchProblem
 from proximetry.metrics._search.similarities import full_precision, normalize
 from proximetry.metrics._search.validation import Embeddings, as_count, as_embeddings
 
-ALPHA = 3.0
-"""Exponent of query expansion."""
-K1, K2, WEIGHT = 20, 6, 0.3
-"""Parameters of k-reciprocal re-ranking."""
-RERANKED = 100
-"""Number of nearest items that `evaluate(rerank=True)` re-ranks."""
-OVERSAMPLING = 20
-"""Candidates by code per requested neighbor, re-scored with full vectors."""
-MIN_K = 10
-"""Smallest k used for the number of candidates."""
+ALPHA = 3.0  # exponent of query expansion
+K1, K2, WEIGHT = 20, 6, 0.3  # parameters of k-reciprocal re-ranking
+RERANKED = 100  # items per query that `evaluate(rerank=True)` re-ranks
+OVERSAMPLING = 20  # candidates by code per neighbor, re-scored with full vectors
+MIN_K = 10  # smallest k used for the number of candidates
 # Values of vectors gathered together: 32 MB of float64.
 _GATHERED_VALUES = 1 << 22
 # Distances of candidates among each other that are re-ranked together.

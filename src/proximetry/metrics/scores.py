@@ -16,15 +16,11 @@ from proximetry._util.errors import UsageError, is_integer
 if TYPE_CHECKING:
     from torch import Tensor
 
-CLUSTERING = ("nmi", "nmi_geometric", "ami", "f1")
-"""Scores of `proximetry.metrics.cluster`."""
-ONE_SET = (*CLUSTERING, "verification")
-"""Metrics of a set, not of single queries."""
-SEPARABILITY = ("separability", "mean_angle", "smallest_angle")
-"""Metrics of proxies: `proximetry.metrics.Separability.scores`."""
+CLUSTERING = ("nmi", "nmi_geometric", "ami", "f1")  # of `proximetry.metrics.cluster`
+ONE_SET = (*CLUSTERING, "verification")  # of a set, not of single queries
+SEPARABILITY = ("separability", "mean_angle", "smallest_angle")  # of proxies
+COUNTS = ("queries", "queries_without_positive")  # numbers of queries used and skipped
 _MAX_CUTOFF = 1_000_000  # the ideal list is in memory
-COUNTS = ("queries", "queries_without_positive")
-"""Numbers of queries used and skipped."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Resolve `auto` in a recipe: the fastest way to train on a device, and the number of epochs.
-
-`choose` needs a few facts about the device and the images only, so it works for any device.
-"""
+"""Resolve `auto` in a recipe: the fastest way to train on a device, and the number of epochs."""
 
 import math
 from dataclasses import dataclass
@@ -18,11 +15,8 @@ EPOCHS, EPOCHS_ON_CPU, MIN_EPOCHS = 30, 12, 5
 MIN_STEPS = 100
 MAX_IMAGES = 10_000_000
 
-PIXELS_SHARE = 1 / 3
-"""Share of a GPU's free memory for pixels; the rest is for activations and the CUDA graph."""
-
-MEMORY_SHARE = 2 / 3
-"""Share of the free memory for pixels; larger caches are read from disk in each epoch."""
+PIXELS_SHARE = 1 / 3  # of a GPU's free memory; the rest is for activations and the CUDA graph
+MEMORY_SHARE = 2 / 3  # of the free memory; larger caches are read from disk in each epoch
 
 # A resumed run keeps these choices; the cache does not change results.
 _RESUMED = ("training.precision", "training.cuda_graph", "training.epochs", "schedule.every")

@@ -122,8 +122,8 @@ def resolve_source(
         for info in DATASETS.values():
             if info.find(path):
                 return info.name, path
-        shards = any(path.glob("*.tar")) and not class_folders(path)
-        return "shards" if shards else "folder", path
+        has_shards = any(path.glob("*.tar")) and not class_folders(path)
+        return "shards" if has_shards else "folder", path
     if path.is_file() and path.suffix.lower() in _SUFFIXES:
         from proximetry.data.vectors import holds_vectors
 

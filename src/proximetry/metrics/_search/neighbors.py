@@ -21,8 +21,7 @@ from proximetry.metrics._search.symmetric import applies, search_symmetric
 # products and few launches.
 BLOCK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 MAX_ROWS = 8192
-# Columns whose maximum is computed before the largest are selected.
-_GROUP = 32
+_GROUP = 32  # columns whose maximum is computed before the largest are selected
 
 
 def search(

@@ -17,10 +17,8 @@ from proximetry._util.machine import by_device, override
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Similarity
 
-# Rows processed together, so temporaries stay small.
-ROWS = 4096
-# Rows used to estimate the median.
-_SAMPLE = 1024
+ROWS = 4096  # processed together, so temporaries stay small
+_SAMPLE = 1024  # rows used to estimate the median
 
 
 def normalize(matrix: Tensor) -> Tensor:

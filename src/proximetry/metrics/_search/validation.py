@@ -126,8 +126,7 @@ class Items:
         return len(self.vectors)
 
 
-RawInputs = tuple[Embeddings | None, Labels | None, Labels | None]
-"""Vectors, labels and groups as passed by the caller."""
+RawInputs = tuple[Embeddings | None, Labels | None, Labels | None]  # vectors, labels, groups
 
 _NAMES = (
     ("embeddings", "labels", "ignore_groups"),
