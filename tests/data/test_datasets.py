@@ -42,9 +42,6 @@ def splits(catalog):
     return dict(zip(catalog.paths, catalog.splits, strict=True))
 
 
-# CUB-200-2011
-
-
 def make_cub(home, classes=(1, 100, 101, 200)):
     lines, labels = [], []
     for number, code in enumerate(classes, start=1):

@@ -384,11 +384,8 @@ def test_invalid_options_write_nothing(catalog, home, options, message):
     assert not home.exists()
 
 
-def test_default_place(catalog, tmp_path, monkeypatch):
-    monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "own"))
-    PixelCache.build(catalog, 16)
-    assert stores(tmp_path / "own" / "pixels")
-    monkeypatch.delenv("PROXIMETRY_CACHE")
+def test_default_folder_follows_xdg(catalog, tmp_path, monkeypatch):
+    monkeypatch.delenv("PROXIMETRY_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     PixelCache.build(catalog, 16)
     assert stores(tmp_path / "xdg" / "proximetry" / "pixels")
