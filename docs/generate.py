@@ -18,7 +18,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from proximetry.data.datasets import datasets_table
+from proximetry._util.formatting import format_int
+from proximetry.data.datasets import list_datasets
 from proximetry.losses import LOSSES, PAIR_LOSSES, ProxyLoss, Setting, loss_settings
 from proximetry.losses.pairs import USE
 from proximetry.recipe import loading
@@ -197,6 +198,22 @@ def recipes() -> str:
     return table(("recipe", "dataset", "about"), rows)
 
 
+def datasets() -> str:
+    """Return the table of the datasets that have published sizes."""
+    rows = []
+    for info in list_datasets().values():
+        if info.train and info.test:
+            train, test = (
+                f"{format_int(size.classes)} classes, {format_int(size.images)} images"
+                for size in (info.train, info.test)
+            )
+            if info.query and info.gallery:
+                queries, gallery = map(format_int, (info.query.images, info.gallery.images))
+                test += f" ({queries} queries, {gallery} in the gallery)"
+            rows.append((f"`{info.name}`", info.title, train, test))
+    return table(("name", "dataset", "training", "test"), rows)
+
+
 def default(value: Any) -> str:
     """Return a default as YAML writes it."""
     if value in (None, ""):
@@ -206,7 +223,7 @@ def default(value: Any) -> str:
 
 
 PARTS: dict[str, Callable[..., str]] = {
-    "datasets": datasets_table,
+    "datasets": datasets,
     "recipe_keys": recipe_keys,
     "recipes": recipes,
     "signature": signature,

@@ -96,7 +96,7 @@ def test_mutated_recipes(tmp_path_factory, content):
 
 @settings(max_examples=300)
 @given(key=st.sampled_from(KEYS), value=VALUES)
-def test_any_value_for_any_key(key, value):
+def test_random_values_of_random_keys(key, value):
     recipe, message = load({}, {key: value})
     check(recipe, message)
     if recipe is None:
@@ -108,7 +108,7 @@ def test_any_value_for_any_key(key, value):
     options=st.dictionaries(st.sampled_from(KEYS), WORDS | NUMBERS.map(str), max_size=3),
     flags=st.sampled_from([[], ["--fresh"], ["--model.flip-tta", "true"], ["--"], ["-x"], ["--k"]]),
 )
-def test_any_value_for_any_option(options, flags):
+def test_random_values_of_random_options(options, flags):
     words = [word for key, value in options.items() for word in (f"--{key}", value)]
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from proximetry.data import Catalog, ClassBalancedSampler
-from proximetry.data.tables import Column, encode, pack
+from proximetry.data.tables import Column, encode, pack, write_csv, write_parquet
 
 CHARACTERS = st.characters(blacklist_categories=("Cs",), blacklist_characters="\0")
 NOT_UTF8 = st.sampled_from("\udc80\udcff")
@@ -60,7 +60,7 @@ def test_round_trip(tmp_path, catalog, form):
 
 
 @given(catalog=catalogs(min_rows=1), seed=st.integers(0, 5), fraction=st.floats(0.05, 0.95))
-def test_split_classes_shares_none_and_loses_none(catalog, seed, fraction):
+def test_split_classes_is_a_partition(catalog, seed, fraction):
     if len(catalog.class_names) < 2:
         with pytest.raises(ValueError, match="cannot be divided"):
             catalog.split_classes(fraction)
@@ -105,7 +105,7 @@ def test_split_classes_by_counts_and_seed():
         ((0.5, 0.6), ("train", "test"), "sum to 1"),
         (1.0, ("train", "test"), "positive"),
         (0.5, ("train",), "2 parts need 2 names"),
-        (0.5, ("train", "tset"), "'tset' is none of"),
+        (0.5, ("train", "tset"), "'tset' is not one of"),
     ],
 )
 def test_split_classes_errors(parts, names, message):
@@ -151,7 +151,7 @@ def test_filter():
     assert catalog.filter(gallery=True).paths == ("4",)
     with pytest.raises(ValueError, match="did you mean 'test'"):
         catalog.filter(split="tset")
-    with pytest.raises(ValueError, match="no such class: 'z'"):
+    with pytest.raises(ValueError, match="unknown class: 'z'"):
         catalog.filter(labels=["a", "z"])
     with pytest.raises(ValueError, match="no query column"):
         small().filter(query=True)
@@ -160,7 +160,7 @@ def test_filter():
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"labels": ("a", "")}, "row 2, column label: '' is not a usable text"),
+        ({"labels": ("a", "")}, "row 2, column label: '' is not a valid text"),
         ({"labels": ("a", 3)}, "row 2, column label: 3 is not"),
         ({"labels": ("a",)}, "labels has 1 entries, paths has 2"),
         ({"paths": ("x\0", "y")}, "row 1, column path"),
@@ -170,8 +170,8 @@ def test_filter():
             "15 more",
         ),
         ({"paths": ("x", "x")}, "row 1, column path: 'x' is listed 2 times; row 2"),
-        ({"splits": ("train", "dev")}, "row 2, column split: 'dev' is none of all, train, val"),
-        ({"queries": (True, True)}, "give both columns or neither"),
+        ({"splits": ("train", "dev")}, "row 2, column split: 'dev' is not one of all, train, val"),
+        ({"queries": (True, True)}, "both columns or neither"),
         ({"queries": (True, 2), "galleries": (True, True)}, "row 2, column query: 2 is neither"),
     ],
 )
@@ -209,6 +209,18 @@ def test_further_columns_are_kept(tmp_path):
     again = Catalog.from_parquet(tmp_path / "table.parquet", check_files=False)
     assert again.columns == without.columns
     assert again.notes == ()
+
+
+@pytest.mark.parametrize("write", [write_csv, write_parquet])
+@pytest.mark.parametrize("columns", [{"a": [1], "b": [1, 2]}, {"a": ["x", "\ud800"]}])
+def test_invalid_columns_leave_the_written_table_alone(tmp_path, write, columns):
+    file = tmp_path / "table"
+    write(file, {"a": [1]})
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match=r"length|shorter|longer|surrogates"):
+        write(file, columns)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["table"]
+    assert file.read_bytes() == before
 
 
 def test_kinds_of_columns_in_parquet(tmp_path):
@@ -268,8 +280,8 @@ def test_cells_are_numbers_if_all_of_them_are(tmp_path, cells, values):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"path": ("x",)}, "columns holds 'path'"),
-        ({"": ("x",)}, "'' is no usable name for a column"),
+        ({"path": ("x",)}, "columns has 'path'"),
+        ({"": ("x",)}, "invalid name of a column: ''"),
         ({"x": ("a", "b")}, "x has 2 entries, paths has 1"),
         ({"x": ([1],)}, r"row 1, column x: \[1\] is neither a text nor a number"),
         ({"x": (float("inf"),)}, "row 1, column x: inf is neither"),
@@ -322,7 +334,7 @@ def test_parquet_errors(tmp_path):
         Catalog.from_parquet(tmp_path / "text.parquet")
     lists = arrow.table({"path": ["x"], "label": [["a", "b"]]})
     parquet.write_table(lists, tmp_path / "lists.parquet")
-    with pytest.raises(ValueError, match=r"row 1, column label: \['a', 'b'\] is not a usable text"):
+    with pytest.raises(ValueError, match=r"row 1, column label: \['a', 'b'\] is not a valid text"):
         Catalog.from_parquet(tmp_path / "lists.parquet", check_files=False)
 
 
@@ -440,7 +452,7 @@ def test_splits_inside_shards(tmp_path):
     )
 
 
-def test_links_to_class_folders_elsewhere_are_followed(tmp_path):
+def test_links_to_class_folders_are_followed(tmp_path):
     make_tree(tmp_path, ["pool/x/1.png", "pool/y/deep/2.png", "root/b/3.png", "root/a/4.png"])
     (tmp_path / "root/x").symlink_to(tmp_path / "pool/x")
     (tmp_path / "root/b/more").symlink_to(tmp_path / "pool/y")  # below a class folder

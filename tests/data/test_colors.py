@@ -56,7 +56,7 @@ def test_hue_turns_from_red_over_green_to_blue(hue, largest):
     assert recolor(red, same(1, hue=hue)).flatten().argmax() == largest
 
 
-def test_nothing_to_do_changes_nothing():
+def test_neutral_color_changes_keep_the_image():
     pixels = some_pixels(1)
     assert torch.equal(recolor(pixels, same(3)), pixels)
     gray = recolor(pixels, same(3, saturation=0.0))
@@ -67,7 +67,7 @@ def test_nothing_to_do_changes_nothing():
     assert ColorJitter(hue=0.1)
 
 
-def test_images_are_changed_on_their_own_and_keep_their_layout():
+def test_images_are_changed_independently_and_keep_their_layout():
     pixels = some_pixels(2, 6).to(memory_format=torch.channels_last)
     changes = ColorJitter(0.4, 0.2, 0.3).draw(6, torch.Generator().manual_seed(0))
     whole = recolor(pixels, changes)
@@ -78,7 +78,7 @@ def test_images_are_changed_on_their_own_and_keep_their_layout():
     assert not torch.equal(whole, pixels)
 
 
-def test_what_is_drawn_keeps_to_its_bounds():
+def test_color_changes_stay_within_their_bounds():
     draw = torch.Generator().manual_seed(0)
     changes = ColorJitter(jitter=0.3, hue=0.1, grayscale=0.25).draw(4000, draw)
     assert len(changes) == 4000

@@ -69,7 +69,7 @@ def test_random_crops_equal_torchvision_resized_crop(pixels, interpolation, crop
 
 
 @given(data=st.data())
-def test_the_cache_holds_what_reading_the_file_gives(data, tmp_path_factory):
+def test_center_crop_of_the_cache_equals_resize_and_center_crop(data, tmp_path_factory):
     # Scaled once, by the same rule, and cropped: training evaluates the bytes that encoding sees.
     folder = tmp_path_factory.mktemp("images")
     height, width = (data.draw(st.integers(1, 60)) for _ in range(2))
@@ -93,13 +93,13 @@ def test_the_cache_holds_what_reading_the_file_gives(data, tmp_path_factory):
 def test_flipped_centers_are_the_views_of_evaluation_or_their_mirrors(pixels):
     rows, crop = np.repeat(np.arange(len(pixels) - 1), 20), CenterCrop((7, 4), flip=True)
     plain = CenterCrop((7, 4))(pixels, rows)
-    windows = crop.draw(pixels, rows, torch.Generator().manual_seed(0))
+    uniforms = crop.draw_uniforms(len(rows), torch.Generator().manual_seed(0))
+    windows = crop.windows(pixels, rows, uniforms)
     batch = crop.apply(pixels, rows, windows)
     assert 0.3 < windows.flip.double().mean() < 0.7
     expected = torch.where(windows.flip[:, None, None, None], plain.flip(3), plain)
     assert torch.equal(batch, expected)
-    never = CenterCrop((7, 4)).draw(pixels, rows, torch.Generator().manual_seed(0))
-    assert not never.flip.any()
+    assert not CenterCrop((7, 4)).windows(pixels, rows, uniforms).flip.any()
 
 
 def sized(*sizes):
@@ -110,7 +110,7 @@ def sized(*sizes):
     return PixelCache(catalog, torch.empty(0, dtype=torch.uint8), index)
 
 
-def test_a_crop_that_an_image_cannot_hold_names_the_image():
+def test_crop_larger_than_an_image_names_the_image():
     crop = CenterCrop((24, 16))  # fits what is taller than wide
     message = r"image 7 has 20×30 pixels, too few for a crop of 24×16; use a short side of 24"
     with pytest.raises(ValueError, match=message):
@@ -120,7 +120,7 @@ def test_a_crop_that_an_image_cannot_hold_names_the_image():
 @pytest.mark.parametrize(
     ("field", "value"), [("top", -1), ("left", 50), ("height", 0), ("width", 57)]
 )
-def test_windows_must_lie_inside(pixels, field, value):
+def test_windows_outside_the_image_are_rejected(pixels, field, value):
     windows = CenterCrop(8).windows(pixels, [0])
     wrong = dataclasses.replace(windows, **{field: torch.tensor([value])})
     with pytest.raises(ValueError, match=f"image 0 must lie inside its 40×56 .* {field} {value}"):

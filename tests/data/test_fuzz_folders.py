@@ -196,7 +196,7 @@ def check_closed(root):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_folders_equal_a_plain_account(ordinary_user, monkeypatch, seed):
+def test_random_folders_equal_a_reference_reader(ordinary_user, monkeypatch, seed):
     monkeypatch.setattr("proximetry.data.folders.join_first", ", ".join)  # all of them
     rng = random.Random(seed)
     seen = set()

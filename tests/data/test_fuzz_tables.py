@@ -81,7 +81,7 @@ def value_fault(columns):
         if label in MISSING:
             return f"column label has no value in row {row} "
     if ("query" in columns) != ("gallery" in columns):
-        return "give both columns or neither"
+        return "both columns or neither"
     for name in ("path", "split", "query", "gallery"):
         for row, value in enumerate(columns.get(name, ()), start=1):
             text = {"path": value and "\0" not in value, "split": value in SPLITS}
@@ -170,7 +170,7 @@ def check(file, root, columns, read):
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
-def test_random_tables_equal_a_plain_account(root, form, tmp_path):
+def test_random_tables_equal_a_reference_reader(root, form, tmp_path):
     rng = random.Random(form)
     seen = []
     for _ in range(600):
@@ -184,7 +184,7 @@ def test_random_tables_equal_a_plain_account(root, form, tmp_path):
     assert min(seen.count("read"), seen.count("rejected")) > 100
 
 
-def test_missing_numbers_are_no_labels(root, tmp_path):
+def test_missing_numbers_are_not_labels(root, tmp_path):
     rng = random.Random(0)
     for _ in range(40):
         labels = [rng.choice([1.0, 2.5, math.inf, math.nan, None]) for _ in range(3)]

@@ -58,7 +58,7 @@ def test_no_two_characters_look_alike():
 
 
 @pytest.mark.slow
-def test_the_list_is_what_the_rule_gives():
+def test_characters_follow_their_rule():
     assert set(characters()) <= set(candidates())
     assert tuple(choose()) == characters()
 

@@ -167,7 +167,7 @@ def test_exif_orientation(form, orientation):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_orientation_counts_even_where_the_rest_of_exif_is_broken():
+def test_orientation_is_applied_with_damaged_exif():
     # Orientation 6, and a rational without a value, which Pillow reads but cannot write again.
     tags = [(0x0112, 3, 1, 6 << 16), (0x0131, 12, 1, 0)]
     entries = b"".join(struct.pack(">HHII", *tag) for tag in tags)
@@ -231,7 +231,7 @@ def test_special_files_are_never_opened(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="Pillow without AVIF")
-def test_whatever_a_parser_raises_is_a_damaged_image():
+def test_parser_errors_become_image_errors():
     rng = np.random.default_rng(0)
     data = encoded(Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)), "AVIF")
     raised = set()
@@ -260,7 +260,7 @@ def test_whatever_a_parser_raises_is_a_damaged_image():
     ],
 )
 @pytest.mark.parametrize("place", ["PIL.Image.open", "PIL.ImageFile.ImageFile.load"])
-def test_what_the_system_says_is_not_about_the_image(monkeypatch, error, passing, place):
+def test_system_errors_are_transient(monkeypatch, error, passing, place):
     def fail(*_, **__):
         raise error
 
@@ -287,7 +287,7 @@ def png_header(width, height):
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("side", [10_000, 60_000])
-def test_decompression_bomb_is_refused_from_its_header(side):
+def test_decompression_bomb_is_rejected_by_its_header(side):
     with pytest.raises(ImageError, match="too large"):
         open_image(png_header(side, side))
 
@@ -343,7 +343,7 @@ def test_resize_and_center_crop_equals_torchvision(size, resize, interpolation, 
     assert np.array_equal(found, tv.center_crop(scaled, crop))
 
 
-def test_a_crop_that_does_not_fit_is_refused():
+def test_crop_larger_than_the_image_is_rejected():
     image = Image.new("RGB", (60, 40))
     with pytest.raises(ValueError, match=r"20×30.*resize of 24"):
         resize_and_center_crop(image, 20, (24, 16), "bicubic")
@@ -354,7 +354,7 @@ def test_a_crop_that_does_not_fit_is_refused():
         resize_and_center_crop(image, 20, 16, "box")
 
 
-def test_a_narrow_image_takes_no_memory_and_is_named(tmp_path):
+def test_narrow_image_is_rejected_without_allocating_memory(tmp_path):
     Image.new("1", (1, 65_535)).save(tmp_path / "line.png")  # would be 315 MB
     image = open_image(tmp_path / "line.png")
     for scale in (
@@ -366,7 +366,7 @@ def test_a_narrow_image_takes_no_memory_and_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("size", [(1, 40_000_000), (40_000_000, 1)])
-def test_a_side_that_is_too_long_is_rejected_before_decoding(tmp_path, monkeypatch, size):
+def test_long_side_is_rejected_before_decoding(tmp_path, monkeypatch, size):
     Image.new("1", size).save(tmp_path / "line.png")
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("decoded"))
     with pytest.raises(ImageError, match="too large"):
@@ -418,7 +418,7 @@ def test_large_jpeg_files_are_decoded_at_the_size_that_scaling_needs(large_jpeg)
             open_image(large_jpeg, size=size, max_pixels=10**6)
 
 
-def test_all_that_scale_a_large_jpeg_see_the_same_bytes(large_jpeg, tmp_path):
+def test_all_scaling_functions_give_the_same_bytes_of_a_large_jpeg(large_jpeg, tmp_path):
     from proximetry.data import Catalog, CenterCrop, PixelCache
     from proximetry.data.loader import ImageLoader
     from proximetry.models import Preprocessing

@@ -155,7 +155,7 @@ def run_script(catalog, tmp_path, seconds):
     )
 
 
-def test_works_in_a_plain_script(catalog, tmp_path):
+def test_loader_works_in_a_script_without_main_guard(catalog, tmp_path):
     with run_script(catalog, tmp_path, 0) as script:
         output, errors = script.communicate(timeout=120)
     assert not errors

@@ -262,7 +262,7 @@ def pause(done, total):
 loader.open_image = logged
 cache = PixelCache.build(
     Catalog.from_folder(sys.argv[1]), 24, sys.argv[2],
-    progress=pause, starting=lambda: log("starting"), waiting=lambda: log("waiting"),
+    progress=pause, on_start=lambda: log("starting"), on_wait=lambda: log("waiting"),
 )
 log("sum", int(cache.flat.long().sum()))
 """
@@ -376,18 +376,16 @@ def test_in_memory():
         ({"interpolation": "nearest"}, "'bilinear' or 'bicubic', got 'nearest'"),
     ],
 )
-def test_bad_options(catalog, home, options, message):
+def test_invalid_options_write_nothing(catalog, home, options, message):
     with pytest.raises(ValueError, match=message):
         PixelCache.build(catalog, **({"size": 16, "root": home} | options))
     with pytest.raises(ValueError, match="empty"):
         PixelCache.build(catalog.subset([]), 16, home)
+    assert not home.exists()
 
 
-def test_default_place(catalog, tmp_path, monkeypatch):
-    monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "own"))
-    PixelCache.build(catalog, 16)
-    assert stores(tmp_path / "own" / "pixels")
-    monkeypatch.delenv("PROXIMETRY_CACHE")
+def test_default_folder_follows_xdg(catalog, tmp_path, monkeypatch):
+    monkeypatch.delenv("PROXIMETRY_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     PixelCache.build(catalog, 16)
     assert stores(tmp_path / "xdg" / "proximetry" / "pixels")

@@ -57,7 +57,7 @@ def test_shuffled_takes_every_image_once_per_epoch(n, batch_size, drop_last, see
     seed=st.integers(0, 9),
     data=st.data(),
 )
-def test_streamed_takes_every_image_once_from_few_places_at_a_time(
+def test_streamed_sampler_takes_every_image_once_from_few_runs_at_a_time(
     n, batch_size, buffer, run, seed, data
 ):
     def make():
@@ -76,7 +76,7 @@ def test_streamed_takes_every_image_once_from_few_places_at_a_time(
     assert (make().batch(epoch, number) == epochs[epoch][number]).all()
 
 
-def test_streamed_finds_a_batch_of_ten_million_images_at_once():
+def test_streamed_sampler_starts_quickly_with_ten_million_images():
     sampler = StreamedSampler(10_000_000, 256, seed=3)
     first, last = sampler.batch(0, 0), sampler.batch(7, len(sampler) - 1)
     assert len({*first.tolist(), *last.tolist()}) > 500
@@ -120,7 +120,7 @@ def test_every_class_and_image_is_used_before_any_repeats(options):
 
 @settings(max_examples=40)
 @given(options=balanced(), data=st.data(), kind=st.sampled_from(["balanced", "shuffled"]))
-def test_any_batch_can_be_had_in_any_order(options, data, kind):
+def test_batches_are_computed_in_any_order(options, data, kind):
     def make():
         if kind == "balanced":
             return ClassBalancedSampler(**options)
@@ -169,11 +169,11 @@ def test_works_as_a_batch_sampler_of_a_loader(sampler):
         (lambda: ShuffledSampler(5, 0), "must be positive"),
         (lambda: ShuffledSampler(5, 6), "5 images do not fill one batch of 6"),
         (lambda: ShuffledSampler(9, 2, seed=-1), "seed must not be negative"),
-        (lambda: ClassBalancedSampler([0, 1], 3, 1), "3 classes needs as many, there are 2"),
+        (lambda: ClassBalancedSampler([0, 1], 3, 1), "3, but there are 2 classes"),
         (lambda: ClassBalancedSampler([0, 1], 0, 1), "must be positive, got 0 and 1"),
         (lambda: ClassBalancedSampler([0, 1], 2, 0), "must be positive, got 2 and 0"),
-        (lambda: ClassBalancedSampler([], 1, 1), "whole numbers"),
-        (lambda: ClassBalancedSampler([0.5, 1], 1, 1), "whole numbers, got float64"),
+        (lambda: ClassBalancedSampler([], 1, 1), "integers"),
+        (lambda: ClassBalancedSampler([0.5, 1], 1, 1), "integers, got float64"),
     ],
 )
 def test_errors(make, message):
@@ -195,7 +195,7 @@ def dealt(items, count, seed, turns):
 
 
 @given(options=balanced())
-def test_batches_are_those_of_rounds_and_decks_written_out(options):
+def test_batches_equal_explicit_rounds_and_decks(options):
     sampler = ClassBalancedSampler(**options)
     codes, c, m, seed = options.values()
     labels = sorted(set(codes.tolist()))
@@ -213,8 +213,8 @@ def test_batches_are_those_of_rounds_and_decks_written_out(options):
         assert batch.tolist() == wanted
 
 
-def test_decks_that_were_put_away_are_dealt_as_before(monkeypatch):
+def test_dropped_decks_are_drawn_again_the_same(monkeypatch):
     codes = np.arange(400) % 40
     expected = np.stack(several(ClassBalancedSampler(codes, 8, 3), 9))
-    monkeypatch.setattr("proximetry.data.samplers._MOST_DECKS", 5)
+    monkeypatch.setattr("proximetry.data.samplers._MAX_DECKS", 5)
     assert (np.stack(several(ClassBalancedSampler(codes, 8, 3), 9)) == expected).all()

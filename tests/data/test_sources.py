@@ -1,4 +1,4 @@
-"""What a person means by one word: a dataset's name, or where images lie."""
+"""`resolve_source`: names of datasets and paths."""
 
 from pathlib import Path
 
@@ -34,13 +34,13 @@ def fill(root, *names):
         ("c.tar", "shards"),
     ],
 )
-def test_folder_is_known_by_its_files_and_file_by_its_suffix(tmp_path, names, expected):
+def test_folder_is_identified_by_its_files_and_file_by_its_suffix(tmp_path, names, expected):
     fill(tmp_path, *([names] if isinstance(names, str) else names))
-    place = tmp_path / names if isinstance(names, str) else tmp_path
-    assert resolve_source(place) == (expected, place)
+    path = tmp_path / names if isinstance(names, str) else tmp_path
+    assert resolve_source(path) == (expected, path)
 
 
-def test_a_name_with_its_root(tmp_path, monkeypatch):
+def test_name_with_root(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_source("cub", tmp_path) == ("cub", tmp_path)
     assert resolve_source("cub", "~/birds") == ("cub", tmp_path / "birds")

@@ -54,7 +54,7 @@ def test_pairwise_f1_counts_pairs(both):
 
 @settings(max_examples=60, deadline=None)
 @given(labelings, st.randoms(use_true_random=False))
-def test_scores_are_symmetric_and_blind_to_names(both, random):
+def test_scores_are_symmetric_and_independent_of_names(both, random):
     true, pred = both
     names = random.sample(["p", "q", "Σ", *map(str, range(10))], 13)
     renamed = [names[value] for value in pred]

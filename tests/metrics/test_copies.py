@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from proximetry.metrics import Metrics, evaluate, retrieve
 from proximetry.metrics._search import neighbors, symmetric
-from proximetry.metrics._search.task import find_copies
+from proximetry.metrics._search.problem import find_copies
 
 from . import brute
 
@@ -97,7 +97,7 @@ def test_copies_in_the_symmetric_search(similarity, across, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_thousands_of_copies_over_the_end_of_the_lists(dtype):
+def test_thousands_of_copies_beyond_the_end_of_the_lists(dtype):
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(12_000, 24, generator=generator, dtype=dtype)
     copies = torch.randperm(12_000, generator=generator)[:10_000]
@@ -125,7 +125,7 @@ def test_copies_are_found_exactly():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_no_cosine_is_beyond_one(dtype):
+def test_cosines_are_at_most_one(dtype):
     vectors = torch.randn(300, 48, generator=torch.Generator().manual_seed(0), dtype=dtype)
     result = retrieve(vectors, queries=torch.cat([vectors, -vectors]), k=300)
     assert result.similarities.max() == 1

@@ -169,11 +169,6 @@ def test_two_processes_equal_one(reports, label, name):
     assert reports[0][f"{label} {name}"] == summarize(vectors, labels, **options)
 
 
-@pytest.mark.parametrize("label", ["uneven", "empty"])
-def test_queries_in_the_gallery_equal_a_search_of_all(reports, label):
-    assert reports[0][f"{label} roles"] == reports[0][f"{label} plain"]
-
-
 def test_error_on_one_process_raises_on_all(reports):
     for report in reports:
         assert "process 1: embeddings has NaN" in report["error nan"]

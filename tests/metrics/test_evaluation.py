@@ -216,7 +216,7 @@ def test_score_result_needs_long_lists():
     assert score_result(result, RECALL).mean()["recall@1"] == 0.0
 
 
-def test_complete_lists_answer_any_k():
+def test_complete_lists_support_any_k():
     result = retrieve(np.eye(4, dtype=np.float32), [0, 0, 1, 1], k=50)
     assert result.complete
     chosen = replace(RECALL, recall_at=(1000,), precision_at=(100,))

@@ -112,7 +112,7 @@ def plain_ranking(row, case, vectors):
 
 @settings(max_examples=150)
 @given(case=cases(), k=st.integers(1, 60), text=st.booleans())
-def test_evaluation_of_anything_equals_plain_loops(case, k, text):
+def test_random_evaluations_equal_plain_loops(case, k, text):
     vectors = case.vectors.double().tolist()
     lists = [plain_ranking(row, case, vectors) for row in case.queries]
     hits = [

@@ -281,7 +281,7 @@ BROKEN = torch.ones(6, 4).index_fill(0, torch.tensor(5), torch.nan)
         *(({"ranks": (rank,)}, f"ranks .* {rank!r}") for rank in (0, 1.5, None, "1")),
         ({"ranks": ()}, "ranks"),
         ({"far": (0.0,)}, "far"),
-        ({"gallery": torch.eye(4)}, "together"),
+        ({"gallery": torch.eye(4)}, "without"),
         ({"probe_labels": [0, 1, 2, 3]}, "mate"),
         ({"gallery": torch.eye(4), "gallery_labels": [5, 6, 7, 8]}, "mate"),
         ({"probe_labels": [0, 0, 1]}, "probe_labels has 3 entries"),

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from proximetry.metrics import Metrics, evaluate, retrieve
 from proximetry.metrics._search import neighbors, symmetric
 from proximetry.metrics._search.neighbors import nearest, search_blocks
+from proximetry.metrics._search.problem import SearchProblem
+from proximetry.metrics._search.similarities import from_keys, to_keys
 from proximetry.metrics._search.symmetric import applies, search_symmetric
-from proximetry.metrics._search.task import Task, from_keys, to_keys
 
 from . import brute
 
@@ -24,7 +25,7 @@ floats = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
 @given(st.lists(floats, min_size=1, max_size=40), st.integers(0, 2**31 - 50))
-def test_keys_order_like_similarity_then_index(values, first):
+def test_keys_are_ordered_by_similarity_then_index(values, first):
     similarities = torch.tensor(values, dtype=torch.float32)
     ids = torch.arange(first, first + len(values))
     keys = to_keys(similarities, ids)
@@ -56,7 +57,7 @@ def test_nearest_breaks_ties_by_index(rows, width, depth, levels, seed, dtype):
 
 def self_task(vectors, codes, similarity):
     everyone, classes = torch.arange(len(vectors)), codes.unique().numpy()
-    return Task(vectors, vectors, codes, codes, classes, similarity, self_index=everyone)
+    return SearchProblem(vectors, vectors, codes, codes, classes, similarity, self_index=everyone)
 
 
 @pytest.fixture
@@ -68,14 +69,14 @@ def small_tiles(monkeypatch):
     monkeypatch.setitem(neighbors.BLOCK_BYTES, "cpu", 20_000)
 
 
-def both_ways(task, depth):
-    assert applies(task, depth)
-    count = len(task.gallery)
-    one = search_symmetric(task, depth, with_ranks=True)
+def both_ways(problem, depth):
+    assert applies(problem, depth)
+    count = len(problem.gallery)
+    one = search_symmetric(problem, depth, with_ranks=True)
     ids = torch.empty((count, depth), dtype=torch.int64)
     near = torch.empty((count, depth))
     ranks = torch.empty(count, dtype=torch.int64)
-    for block in search_blocks(task, torch.full((count,), depth), with_ranks=True):
+    for block in search_blocks(problem, torch.full((count,), depth), with_ranks=True):
         ids[block.rows], near[block.rows] = block.ids, block.similarities
         assert block.ranks is not None
         ranks[block.rows] = block.ranks
@@ -118,9 +119,9 @@ def test_symmetric_search_on_several_threads(threads):
         torch.set_num_threads(before)
 
 
-def new_thread(task):
+def new_thread(function):
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(task).result()
+        return pool.submit(function).result()
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -23,7 +23,7 @@ def test_neighbors_stay_neighbors():
     assert float((points.max(0).values - points.min(0).values).max()) == pytest.approx(1)
 
 
-def test_length_matters_to_distances_alone():
+def test_only_distances_depend_on_length():
     vectors, _ = groups(60)
     lengths = torch.rand(60, 1) + 0.5
     assert np.allclose(map_embeddings(vectors), map_embeddings(vectors * lengths), atol=0.05)
@@ -48,7 +48,7 @@ def test_copies_lie_in_one_place():
 
 
 def test_map_embeddings_rejects_invalid_input():
-    with pytest.raises(ValueError, match="choose one of cosine, euclidean"):
+    with pytest.raises(ValueError, match="one of cosine, euclidean"):
         map_embeddings(torch.randn(5, 3), similarity="hamming")
     with pytest.raises(ValueError, match="rows: 1"):
         map_embeddings(torch.tensor([[0.0, 1.0], [float("nan"), 1.0]]))

@@ -98,7 +98,7 @@ def test_expanded_queries_equal_loops(seed, alpha, n):
     [
         (lambda x: k_reciprocal_distances(x, x, k1=0), "k1 must be an integer"),
         (lambda x: k_reciprocal_distances(x, x, k1=20.0), "k1 must be an integer"),
-        (lambda x: k_reciprocal_distances(x, x, weight=2), "weight must lie between 0 and 1"),
+        (lambda x: k_reciprocal_distances(x, x, weight=2), "weight must be between 0 and 1"),
         (lambda x: k_reciprocal_distances(x, x[:, :2]), "queries have 3 dimensions"),
         (lambda x: expand_queries(x, x), r"neighbors must be \[4, n, 3\]"),
         (lambda x: expand_queries(x, x[:, None], alpha=-1), "alpha must not be negative"),

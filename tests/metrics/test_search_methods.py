@@ -130,7 +130,7 @@ def test_expansion_excludes_the_query(apart, seed, n):
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_re_ranking_orders_the_nearest_as_loops_do(apart):
+def test_reranking_equals_loops(apart):
     draw = np.random.default_rng(3)
     vectors, labels = draw.standard_normal((40, 5)).astype(np.float32), draw.integers(0, 6, 40)
     given, query_rows, gallery_rows = problem(0, apart)
@@ -148,7 +148,7 @@ def test_re_ranking_orders_the_nearest_as_loops_do(apart):
     check(evaluate(**given, rerank=True, metrics=CHOSEN), expected, given)
 
 
-def test_items_behind_the_candidates_keep_their_rank():
+def test_items_after_the_candidates_keep_their_rank():
     """A positive that is not among the candidates keeps its place, however far behind."""
     draw = np.random.default_rng(0)
     vectors = torch.from_numpy(draw.standard_normal((RERANKED + 60, 6)))

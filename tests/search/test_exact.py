@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proximetry.metrics import retrieve
-from proximetry.metrics._search.embeddings import normalize
 from proximetry.metrics._search.neighbors import largest
+from proximetry.metrics._search.similarities import normalize
 from proximetry.search import duplicates
 from proximetry.search.duplicates import compare_all, group_pairs
 from proximetry.search.exact import Part, Store

@@ -18,7 +18,7 @@ from proximetry._util.errors import UsageError
 from proximetry._util.files import CHECKSUM, json_with_checksum
 from proximetry.data import Catalog, open_image
 from proximetry.metrics import expand_queries, k_reciprocal_distances, retrieve
-from proximetry.metrics._search.embeddings import normalize
+from proximetry.metrics._search.similarities import normalize
 from proximetry.search import Gallery, duplicates, indexes, manifest, rows, snapshot
 from proximetry.search import gallery as gallery_module
 from proximetry.search.manifest import DamagedGalleryError

@@ -85,7 +85,7 @@ def test_epochs_depend_on_the_device_and_the_number_of_images(device, images, ep
 
 def test_run_records_and_prints_its_choices(recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, "EPOCHS_ON_CPU", 2)
-    monkeypatch.setattr(module, "LEAST_STEPS", 1)
+    monkeypatch.setattr(module, "MIN_STEPS", 1)
     recipe = with_(recipe, "training", epochs="auto")
     results = train(recipe, tmp_path / "run", device="cpu", display=PlainDisplay())
     out = capsys.readouterr().out

@@ -95,7 +95,7 @@ def test_bits_replace_dim():
     assert (recipe.model.dim, recipe.model.pca_dim, recipe.evaluation.eval_dims) == (128, None, ())
     assert recipe.override({"model.bits": 256}).model.dim == 256
     assert Recipe.load(recipe.to_dict()) == recipe
-    with pytest.raises(RecipeError, match="disagree"):
+    with pytest.raises(RecipeError, match="differ"):
         recipe.override({"model.dim": 64})
 
 

@@ -157,7 +157,7 @@ def test_override_keeps_unset_keys_unset():
         ({"model": {"bits": 63}}, "multiple of 8"),
         ({"model": {"bits": 8000}}, "4096"),
         ({"model": {"bits": True}}, "integer"),
-        ({"model": {"bits": 64, "dim": 32}}, "disagree"),
+        ({"model": {"bits": 64, "dim": 32}}, "differ"),
         ({"model": {"bits": 64, "dim": 64, "pca_dim": 8}}, "pca_dim 8"),
         ({"model": {"bits": 64, "dim": 64}, "evaluation": {"eval_dims": [8]}}, "eval_dims"),
         ({"model": {"bits": 64, "dim": 64}, "evaluation.similarity": "euclidean"}, "cosine"),
@@ -169,9 +169,9 @@ def test_override_keeps_unset_keys_unset():
         ({"model": {"lora_alpha": 4}}, "lora_alpha needs lora_rank"),
         ({"loss": {"optimization": "projection"}}, "loss.optimization is 'projection'"),
         ({"optimizer": {"layer_decay": 1.5}}, "optimizer.layer_decay must be less than or equal"),
-        ({"evaluation": {"eval_dims": [512]}}, "evaluation.eval_dims must differ"),
+        ({"evaluation": {"eval_dims": [512]}}, "evaluation.eval_dims must be distinct"),
         ({"evaluation": {"eval_dims": [0]}}, "eval_dims.0 must be greater than or equal to 1"),
-        ({"evaluation": {"eval_dims": [2, 2]}}, "evaluation.eval_dims must differ"),
+        ({"evaluation": {"eval_dims": [2, 2]}}, "evaluation.eval_dims must be distinct"),
         ({"model.dim.x": 3}, "model.dim must be a valid integer"),
         ({3: 4}, "keys must be text"),
     ],
@@ -270,9 +270,9 @@ def test_empty_section_is_rejected():
         Recipe.load({"data": None}, {"model.image_size": 32})
 
 
-def test_path_of_weights_is_not_part_of_the_essence(tmp_path):
-    places = [tmp_path / "a/w", tmp_path / "b/w", tmp_path / "c"]
-    first, moved, other = (Recipe.load("glyphs", {"model.weights": str(p)}) for p in places)
+def test_path_of_weights_is_not_a_computation_key(tmp_path):
+    paths = [tmp_path / "a/w", tmp_path / "b/w", tmp_path / "c"]
+    first, moved, other = (Recipe.load("glyphs", {"model.weights": str(p)}) for p in paths)
     assert (
         first.computation_keys()
         == moved.computation_keys()
@@ -285,9 +285,9 @@ def test_path_of_weights_is_not_part_of_the_essence(tmp_path):
     folder.resolve(moved)
     with pytest.raises(RunError, match="weights"):
         folder.resolve(other)
-    for place in places[:2]:
-        place.parent.mkdir()
-        place.write_text("")
+    for path in paths[:2]:
+        path.parent.mkdir()
+        path.write_text("")
     with pytest.raises(RunError, match=r"another recipe: model\.weights .*a/w → .*b/w"):
         folder.resolve(moved)
 
@@ -313,7 +313,7 @@ def test_removed_keys_with_their_old_default_are_ignored():
     assert Recipe.load(older) == Recipe.load({"loss.exclusive": 2.0})
 
 
-def test_portable_excludes_roles():
+def test_keys_without_roles_exclude_these():
     one = Recipe.load("glyphs", {"data.root": "/a", "training.checkpoint_steps": 3})
     two = Recipe.load("glyphs", {"data.root": "/b", "name": "other"})
     assert one.keys_without_roles() != two.keys_without_roles()
@@ -415,10 +415,10 @@ def test_yaml_aliases_and_merge_keys():
     assert parse_yaml("a: &s {b: 1}\nc: {<<: *s, b: 2}")["c"] == {"b": 2}
 
 
-def test_without_places_removes_paths():
+def test_without_paths_removes_paths():
     changes = {"data": {"root": "/home/me/images", "cache_dir": "/scratch/me"}}
     changes["model"] = {"weights": "/home/me/weights.pth"}
-    portable = Recipe.load("glyphs", changes).without_paths()
-    assert "/" not in str(portable.to_dict()).replace(portable.about, "")
-    assert portable.model.weights == "weights.pth"
+    recipe = Recipe.load("glyphs", changes).without_paths()
+    assert "/" not in str(recipe.to_dict()).replace(recipe.about, "")
+    assert recipe.model.weights == "weights.pth"
     assert Recipe.load("glyphs").without_paths() == Recipe.load("glyphs")

@@ -252,9 +252,9 @@ def test_broken_vector_files_are_rejected(tmp_path, capsys):
         broken(tmp_path, "i.npz", vectors=vectors, labels=[*["x"] * 71, "NaT"]): "label in row 72",
         broken(
             tmp_path, "h.npz", vectors=vectors, labels=labels, splits=["tests"] * 72
-        ): "'tests' is none of all, train",
-        tmp_path / "text.npz": "is no NumPy file of plain arrays",
-        tmp_path / "bare.npy": "there is no bare.npy.json beside it",
+        ): "'tests' is not one of all, train",
+        tmp_path / "text.npz": "is not a NumPy file of plain arrays",
+        tmp_path / "bare.npy": "bare.npy.json is missing beside it",
     }
     for file, message in cases.items():
         for words in (["evaluate", str(file)], ["train", str(file), str(tmp_path / "run")]):

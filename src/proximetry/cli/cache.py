@@ -14,7 +14,7 @@ from proximetry.cli.options import AsJson, Flag
 from proximetry.cli.output import print_result
 
 if TYPE_CHECKING:
-    from proximetry.data.pixel_cache import CacheEntry
+    from proximetry.data.cache_folder import CacheEntry
 
 ABOUT = "List, verify and remove cached images."
 
@@ -27,7 +27,7 @@ def list_(*, as_json: AsJson = False) -> None:
 
     The folder is $PROXIMETRY_CACHE, else proximetry below $XDG_CACHE_HOME or ~/.cache.
     """
-    from proximetry.data.pixel_cache import list_caches, list_leftovers
+    from proximetry.data.cache_folder import list_caches, list_leftovers
 
     caches, leftovers = list_caches(), list_leftovers()
     total = _size([*caches, *leftovers])
@@ -61,7 +61,7 @@ def clean(
         keep: remove the least recently used caches until the others take at most this: 500MB, 20GB.
         dry_run: only show what would be removed.
     """
-    from proximetry.data.pixel_cache import list_caches, list_leftovers, remove
+    from proximetry.data.cache_folder import list_caches, list_leftovers, remove_cache
 
     if not names and unused_for is None and keep is None:
         raise UsageError(
@@ -78,7 +78,7 @@ def clean(
         remaining = [entry for entry in caches if entry not in selected]
         while _size(remaining) > limit:
             selected.append(remaining.pop())  # the least recently used
-    removed = [entry for entry in selected if remove(entry, dry_run=dry_run)]
+    removed = [entry for entry in selected if remove_cache(entry.path, dry_run=dry_run)]
     busy = [entry for entry in selected if entry not in removed]
     document = {
         "folder": str(cache_folder()),
@@ -100,13 +100,14 @@ def verify(*names: str, as_json: AsJson = False) -> None:
     Args:
         names: caches as `proximetry cache list` prints them; all of them by default.
     """
-    from proximetry.data.pixel_cache import is_intact, list_caches, remove
+    from proximetry.data.cache_folder import list_caches, remove_cache
+    from proximetry.data.pixel_cache import is_intact
 
     caches = list_caches()
     entries = [entry for entry in _find_caches(caches, names) or caches if entry.images is not None]
     damaged = [entry for entry in entries if not is_intact(entry.path)]
     for entry in damaged:
-        remove(entry)
+        remove_cache(entry.path)
     lines = [f"removed damaged {_line(entry)}" for entry in damaged]
     lines.append(f"{pluralize(len(entries), 'cache')}, {len(damaged)} damaged")
     document = {"verified": _plain(entries), "damaged": _plain(damaged)}

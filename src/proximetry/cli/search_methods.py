@@ -10,7 +10,7 @@ from proximetry._util.formatting import format_int
 from proximetry._util.types import Progress
 from proximetry.cli.output import wrap
 from proximetry.metrics import Evaluation, Metrics, evaluate
-from proximetry.metrics.reranking import ALPHA, FEWEST, K1, K2, RERANKED, WEIGHT, candidates
+from proximetry.metrics.reranking import ALPHA, K1, K2, MIN_K, RERANKED, WEIGHT, candidates
 from proximetry.metrics.scores import COUNTS
 from proximetry.training.metrics_table import metrics_table
 
@@ -28,7 +28,7 @@ def make_rows(
     rerank: bool,
 ) -> list[Row]:
     """Return a row for each search method, the plain one first; nothing if there is no other."""
-    near, count = compared["similarity"], candidates(FEWEST)
+    near, count = compared["similarity"], candidates(MIN_K)
     signs = "sign of each dimension (bit 1 if positive), nothing fitted to these images"
     expansion = (
         f"query expansion with {expand} neighbors (α = {ALPHA:g}), without the query, then "

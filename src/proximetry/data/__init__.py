@@ -31,8 +31,7 @@ _EXPORTS = {
 
 __all__ = [name for names in _EXPORTS.values() for name in names.split()]
 
-# Column of a table → field of Catalog.
-FIELDS = {
+FIELDS = {  # column of a table → field of Catalog
     "path": "paths",
     "label": "labels",
     "split": "splits",

@@ -1,9 +1,8 @@
 """Augmentation: random resized crops, flips and color jitter, batched on the CPU or on a GPU.
 
-The window of every image is drawn first, on the CPU and from a separate generator, so it is the
-same everywhere; how it is scaled depends on where the pixels lie. Hue, saturation, contrast and
-brightness are affine in red, green and blue: for an image they are one matrix and one shift, and a
-batch is one product.
+Windows are drawn on the CPU from a separate generator, so they are the same on every device. Hue,
+saturation, contrast and brightness are affine in red, green and blue: one matrix and one shift per
+image.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from proximetry.data.images import Interpolation, check_interpolation, crop_size
 from proximetry.data.loader import Pixels
 from proximetry.data.resample import PerImage, Rows, Windows, image_sizes, resample
 
-# As in the literature: ten tries for a window that fits, then the largest central one.
+# Tries for a window that fits, before the largest central one is taken.
 _TRIES = 10
 # How bright red, green and blue appear (ITU-R 601), as torchvision has them.
 _LUMA = (0.2989, 0.587, 0.114)
-# Two axes of color without luma; hue turns them into each other (NTSC's I and Q).
+# Axes of color without luma (NTSC's I and Q), in whose plane hue is an angle.
 _CHROMA = ((0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
 
 
@@ -34,7 +33,7 @@ class RandomResizedCrop:
         crop: side of the result, or its height and width.
         scale: smallest and largest area of the window, as a fraction of the image.
         ratio: smallest and largest width over height of the window.
-        flip: mirror every second image, at random.
+        flip: mirror half of the images, at random.
         interpolation: "bilinear" or "bicubic", both with antialiasing.
     """
 
@@ -57,7 +56,7 @@ class RandomResizedCrop:
         return self.apply(pixels, rows, self.draw(pixels, rows, generator))
 
     def apply(self, pixels: Pixels, rows: Rows, windows: Windows) -> Tensor:
-        """Return the batch for windows that were drawn before."""
+        """Return the batch of windows."""
         return resample(pixels, rows, windows, crop_size(self.crop), self.interpolation)
 
     def draw(self, pixels: Pixels, rows: Rows, generator: torch.Generator) -> Windows:
@@ -65,15 +64,11 @@ class RandomResizedCrop:
         return self.windows(pixels, rows, self.draw_uniforms(len(rows), generator))
 
     def draw_uniforms(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw the random numbers of `windows`, without knowing the images.
-
-        Every image takes the same number of random values, so those of a global batch can be
-        drawn on every rank and sliced.
-        """
+        """Draw random numbers for `windows`, equally many per image: a batch can be sliced."""
         return torch.rand(count, 2 * _TRIES + 3, generator=generator, dtype=torch.float64)
 
     def windows(self, pixels: Pixels, rows: Rows, uniforms: Tensor) -> Windows:
-        """Return the window of each image that follows from what was drawn for it."""
+        """Return the window of each image for its random numbers."""
         heights, widths = image_sizes(pixels, rows)
         height, width, fits = self._shapes(heights, widths, uniforms[:, : 2 * _TRIES])
         central_height, central_width = self._central(heights, widths)
@@ -91,7 +86,7 @@ class RandomResizedCrop:
         )
 
     def _shapes(self, heights: Tensor, widths: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the first window that fits of each image, and whether there was one."""
+        """Return the first window of each image that fits, and whether there was one."""
         smallest, largest = self.scale
         area = (heights * widths)[:, None] * (smallest + u[:, :_TRIES] * (largest - smallest))
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
@@ -104,7 +99,7 @@ class RandomResizedCrop:
         return height.gather(1, first)[:, 0], width.gather(1, first)[:, 0], fits.any(dim=1)
 
     def _central(self, heights: Tensor, widths: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest window whose shape is allowed."""
+        """Return the largest window of an allowed aspect ratio."""
         shape = widths.double() / heights.double()
         tall = (widths.double() / self.ratio[0]).round().long()
         wide = (heights.double() * self.ratio[1]).round().long()
@@ -117,9 +112,9 @@ class RandomResizedCrop:
 class CenterCrop:
     """The center of cached images: a square, or (height, width).
 
-    As augmentation (`draw`, `apply`), with ``flip`` every second image is mirrored, at random.
-    From a cache whose size is an embedder's `resize`, scaled with its interpolation, these
-    are the bytes that `resize_and_center_crop` makes of the files.
+    As augmentation, with ``flip`` half of the images are mirrored, at random.
+    From a cache of an embedder's `resize` and interpolation, the result has the bytes of
+    `resize_and_center_crop` of the files.
     """
 
     crop: int | tuple[int, int]
@@ -133,20 +128,16 @@ class CenterCrop:
         return self.apply(pixels, rows, self.windows(pixels, rows))
 
     def apply(self, pixels: Pixels, rows: Rows, windows: Windows) -> Tensor:
-        """Return the batch for windows that were drawn before."""
+        """Return the batch of windows."""
         # Nothing is scaled, so the filter does not matter.
         return resample(pixels, rows, windows, crop_size(self.crop), "bilinear")
 
-    def draw(self, pixels: Pixels, rows: Rows, generator: torch.Generator) -> Windows:
-        """Return the central window of each image, flipped or not."""
-        return self.windows(pixels, rows, self.draw_uniforms(len(rows), generator))
-
     def draw_uniforms(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw what decides which images are flipped."""
+        """Draw the random numbers of `windows`."""
         return torch.rand(count, generator=generator, dtype=torch.float64)
 
     def windows(self, pixels: Pixels, rows: Rows, uniforms: Tensor | None = None) -> Windows:
-        """Return the central window of each image, flipped by what was drawn for it, if it was."""
+        """Return the central window of each image, flipped or not by its random number."""
         height, width = crop_size(self.crop)
         heights, widths = image_sizes(pixels, rows)
         if (small := (heights < height) | (widths < width)).any():
@@ -168,7 +159,7 @@ class CenterCrop:
 
 @dataclass(frozen=True)
 class ColorChanges(PerImage):
-    """What was drawn for every image of a batch; applied in this order.
+    """Color changes of every image of a batch, applied in this order.
 
     A hue of 0 and factors of 1 leave an image as it is.
 
@@ -200,17 +191,17 @@ class ColorJitter:
     grayscale: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, most in (("jitter", 1.0), ("hue", 0.5), ("grayscale", 1.0)):
+        for name, maximum in (("jitter", 1.0), ("hue", 0.5), ("grayscale", 1.0)):
             value = getattr(self, name)
-            if not 0 <= value <= most:
-                raise ValueError(f"{name} must be between 0 and {most}, got {value!r}")
+            if not 0 <= value <= maximum:
+                raise ValueError(f"{name} must be between 0 and {maximum}, got {value!r}")
 
     def __bool__(self) -> bool:
         """Whether it does anything."""
         return max(self.jitter, self.hue, self.grayscale) > 0
 
     def draw(self, count: int, generator: torch.Generator) -> ColorChanges:
-        """Draw for n images; all take as many random values, so a batch can be sliced."""
+        """Draw changes: equally many random numbers per image, so a batch can be sliced."""
         u = torch.rand(count, 5, generator=generator, dtype=torch.float64)
         around = (2 * u - 1).unbind(1)
         saturation = 1 + self.jitter * around[1]
@@ -239,7 +230,7 @@ def recolor(pixels: Tensor, changes: ColorChanges) -> Tensor:
 
 
 def _matrices(changes: ColorChanges) -> tuple[Tensor, Tensor]:
-    """Return [images, 3, 3], and which share of an image's mean luma is added to it."""
+    """Return matrices [images, 3, 3], and the share of the mean luma that is added."""
     luma = torch.tensor(_LUMA, dtype=torch.float64)
     axes = torch.stack([luma, *torch.tensor(_CHROMA, dtype=torch.float64)])
     angle = 2 * math.pi * changes.hue

@@ -54,23 +54,22 @@ _PROGRESS_EVERY = 1000  # files
 
 @dataclass(frozen=True, repr=False)
 class Catalog:
-    """Images, their classes and their roles; validated once, immutable.
+    """Immutable, validated table of images, their classes and their roles.
 
-    Columns may be any sequences and read like tuples; they are stored as pyarrow arrays.
+    Columns read like tuples; they are stored as pyarrow arrays.
 
     Attributes:
-        paths: relative to `root` (absolute ones stay as they are); "shard.tar::member" for an
+        paths: relative to `root`, or absolute; "shard.tar::member" for an
             image inside a tar shard.
         labels: class names.
-        splits: "train", "val" or "test"; "all" for images that are not divided yet.
-        root: the folder that relative paths start from.
-        queries: which images are queries, for sets that prescribe it (In-Shop).
+        splits: "train", "val" or "test"; "all" for images without a split.
+        root: the folder of relative paths.
+        queries: which images are queries, if the dataset prescribes it (In-Shop).
         galleries: which images are searched, likewise.
         groups: anything coarser than a class, such as the kind of product.
-        notes: remarks of the reader of the data, such as missing images.
-        layout: what was taken for classes and splits, if that was inferred.
-        columns: further metadata by name: text, numbers, True and False, or None. Galleries keep
-            it; training does not use it.
+        notes: warnings from reading the data, such as missing images.
+        layout: the classes and splits that were inferred, if any.
+        columns: further metadata for galleries by name: text, numbers, flags, or None.
     """
 
     paths: Sequence[str]
@@ -104,12 +103,12 @@ class Catalog:
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:
-        """The distinct labels in sorted order, whole numbers by value; their index is the code."""
+        """The distinct labels in sorted order, integers by value; their index is the code."""
         return cast(Column, self.labels).distinct
 
     @cached_property
     def codes(self) -> npt.NDArray[np.int64]:
-        """The class of every image as a number, 0 … classes − 1."""
+        """The class index of every image, 0 … classes − 1."""
         codes = cast(Column, self.labels).codes.astype(np.int64)
         codes.flags.writeable = False
         return codes
@@ -120,7 +119,6 @@ class Catalog:
 
     def file(self, i: int) -> str:
         """Return the full path of one image, ready for `open_image`."""
-        # os.path.join leaves absolute paths alone.
         return os.path.join(self.root, self.paths[i])
 
     def subset(self, rows: Sequence[int] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Self:
@@ -135,7 +133,7 @@ class Catalog:
         changes: dict[str, Any] = {"columns": {name: new_fields.pop(name) for name in self.columns}}
         changes |= {FIELDS[name]: values for name, values in new_fields.items()}
         if np.bincount(picks).max(initial=0) > 1:
-            return replace(self, **changes)  # which reports them
+            return replace(self, **changes)  # raises
         # Rows of a valid catalog need no validation.
         part = object.__new__(type(self))
         same = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -151,14 +149,14 @@ class Catalog:
         query: bool | None = None,
         gallery: bool | None = None,
     ) -> Catalog:
-        """Return the rows that meet every condition."""
+        """Return the rows that meet all conditions."""
         if split is not None and split not in SPLITS:
             raise ValueError(f"unknown split {split!r}{suggest(split, SPLITS)}")
         keep = np.ones(len(self), bool)
         if labels is not None:
             names = {labels} if isinstance(labels, str) else set(labels)
             if unknown := sorted(names - set(self.class_names)):
-                raise ValueError(f"no such class: {join_first([repr(u) for u in unknown])}")
+                raise ValueError(f"unknown class: {join_first(map(repr, unknown))}")
             keep &= cast(Column, self.labels).isin(names)
         conditions = {"split": split, "group": group, "query": query, "gallery": gallery}
         for name, value in conditions.items():
@@ -178,10 +176,10 @@ class Catalog:
         """Divide into parts that share no class, for instance to hold out classes.
 
         Args:
-            parts: the first part's fraction of the classes (0.8), fractions that sum to one
-                ((0.6, 0.2, 0.2)), or numbers of classes that sum to all of them ((98, 98)).
-            seed: decides which classes go where; the order of the rows does not matter.
-            names: the split that each part's rows are marked with.
+            parts: the first part's fraction of the classes (0.8), all fractions ((0.6, 0.2, 0.2))
+                or all numbers of classes ((98, 98)).
+            seed: seed of the draw; the order of the rows does not matter.
+            names: the split of each part.
         """
         counts = _class_counts(parts, len(self.class_names))
         if len(names) != len(counts):
@@ -231,11 +229,11 @@ class Catalog:
     def describe(self) -> str:
         """Return a few lines: numbers of images and classes by split."""
         parts = self._images_of_splits
-        together = {"together": np.bincount(self.codes)} if len(parts) > 1 else {}
+        totals = {"together": np.bincount(self.codes)} if len(parts) > 1 else {}
         table: list[tuple[object, ...]] = [
             ("split", "images", "classes", "smallest", "median", "largest")
         ]
-        for name, images in (parts | together).items():
+        for name, images in (parts | totals).items():
             n = images[images > 0].tolist()
             table.append((name, sum(n), len(n), min(n), f"{median(n):g}", max(n)))
         lines = [f"{len(self)} images of {len(self.class_names)} classes in {self.root}"]
@@ -254,19 +252,17 @@ class Catalog:
     def from_folder(cls, root: AnyPath) -> Catalog:
         """Read a folder of folders: every sub-folder is a class, with all images below it.
 
-        When sub-folders are called train, val or test and hold folders themselves, those are
-        the classes and the outer names the splits. Skipped files and folders are named in
-        `layout` and `notes`.
+        Sub-folders called train, val or test that hold folders are splits, and their sub-folders
+        the classes. Skipped files and folders are named in `layout` and `notes`.
         """
         return cls(root=Path(root), **scan_folder(Path(root))._asdict())
 
     @classmethod
     def from_shards(cls, files: AnyPath | Sequence[AnyPath]) -> Catalog:
-        """Read tar files that hold ``<class>/<image>``; the images stay where they are.
+        """Read tar files that hold ``<class>/<image>``, without unpacking them.
 
-        `files` may also be one tar file, or a folder of them. A class may be spread over several
-        shards. The class is the folder next to the image; train, val and test around the classes
-        are the splits.
+        `files` may also be one tar file, or a folder of them. A class may span several shards. The
+        class is the folder of the image; folders train, val and test around it are the splits.
         """
         if isinstance(files, str | os.PathLike):
             path = Path(files)
@@ -288,16 +284,16 @@ class Catalog:
         """Read a comma-separated table with a header line.
 
         Columns: path, label; optional split, query, gallery, group. Others become `columns`:
-        numbers where all of their values are numbers, else text; None where nothing is written.
+        numbers if all of their values are numbers, else text; None for empty cells.
 
         Args:
             file: the table.
-            root: the folder that paths start from; the folder of the table by default.
-            columns: names of the columns in the table, where they differ:
+            root: the folder of relative paths; the folder of the table by default.
+            columns: names of the columns in the table if they differ, such as
                 {"path": "file", "label": "category"}.
             check_files: check that every image exists and is listed once.
             allow_missing: keep images that do not exist.
-            progress: called with (images checked, images in all).
+            progress: called with (images checked, total).
         """
         values = read_csv(Path(file), columns)
         return cls._from_table(values, file, root, check_files, allow_missing, progress)
@@ -315,8 +311,8 @@ class Catalog:
     ) -> Catalog:
         """Read a Parquet table; the arguments are those of `from_csv`.
 
-        Further columns keep their types. Labels of any type become text: whole numbers as 7, also
-        if stored as 7.0, truth values as True and False, categories as their values.
+        Further columns keep their types. Labels of any type become text: integers as 7, even if
+        stored as 7.0, truth values as True and False, categories as their values.
         """
         values = read_parquet(Path(file), columns)
         return cls._from_table(values, file, root, check_files, allow_missing, progress)
@@ -371,7 +367,7 @@ def _class_counts(parts: float | Sequence[float], classes: int) -> list[int]:
     if classes < len(shares):
         raise ValueError(f"{classes} classes cannot be divided into {len(shares)} parts")
     edges = [round(classes * sum(shares[: i + 1])) for i in range(len(shares))]
-    # Rounding must not leave a part empty: every edge keeps room on both sides.
+    # Rounding must not leave a part empty.
     for i in range(len(edges) - 1):
         edges[i] = min(max(edges[i], (edges[i - 1] if i else 0) + 1), classes - len(edges) + i + 1)
     return [b - a for a, b in zip([0, *edges], edges, strict=False)]
@@ -408,7 +404,7 @@ def _check_files(catalog: Catalog, allow_missing: bool, progress: Progress | Non
         raise ValueError(
             f"{len(missing)} of {total} images do not exist below {catalog.root}: {names}{hint}"
         )
-    # Hard links are copies, which may be intended; paths to one file are not.
+    # Hard links may be intended; two paths of one file are not.
     first_rows: dict[str, int] = {}
     for i in repeated_rows(keys).tolist():
         file, member = split_shard_path(catalog.file(i))
@@ -425,15 +421,15 @@ def _validate(catalog: Catalog) -> None:
     size = len(catalog.paths)
     for name in catalog.columns:
         if name in FIELDS:
-            raise ValueError(f"columns holds {name!r}, which is the catalog's own {FIELDS[name]}")
+            raise ValueError(f"columns has {name!r}, which is a field: {FIELDS[name]}. Rename it.")
         if _problem("label", name):
-            raise ValueError(f"{name!r} is no usable name for a column")
+            raise ValueError(f"invalid name of a column: {name!r}. Rename it.")
     for column, values in catalog._columns().items():
         if len(values) != size:
             name = FIELDS.get(column, column)
             raise ValueError(f"{name} has {len(values)} entries, paths has {size}")
     if (catalog.queries is None) != (catalog.galleries is None):
-        raise ValueError("query and gallery come together: give both columns or neither")
+        raise ValueError("query without gallery, or the reverse. Pass both columns or neither.")
     problems = list(_problems(catalog))
     lines = [
         f"row {row + 1}, column {column}: {catalog._columns()[column][row]!r} {problem}"
@@ -476,12 +472,12 @@ def _problems(catalog: Catalog) -> Iterator[tuple[int, str, str]]:
 def _problem(column: str, value: Any) -> str:
     """Return why a value cannot be in a column; "" if it can."""
     if column == "split":
-        return "" if value in SPLITS else f"is none of {', '.join(SPLITS)}"
+        return "" if value in SPLITS else f"is not one of {', '.join(SPLITS)}"
     if column in _FLAGS:
         return "" if isinstance(value, bool) else "is neither true nor false"
     if column in FIELDS:
         text = isinstance(value, str) and (value or column == "group")
-        return "" if text and not _NO_FILE_NAME.search(value) else "is not a usable text"
+        return "" if text and not _NO_FILE_NAME.search(value) else "is not a valid text"
     valid = (
         value is None
         or (isinstance(value, str) and not _NO_FILE_NAME.search(value.replace("\0", "")))

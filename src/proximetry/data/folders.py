@@ -1,10 +1,7 @@
 """Scan images in folders of class folders and in tar shards ("shard.tar::class/image.webp").
 
-Links to folders are followed one level: class folders, and splits, may be links to other places.
-
-A tar file is a row of 512-byte headers and contents, so one pass over the headers gives every
-member's place, and an image is then one seek and one read. Nothing is ever unpacked, so a
-member's name cannot reach outside the archive.
+Class folders and splits may be links to other folders; deeper links are not followed. Tar files are
+not unpacked: one pass over their headers gives the offset of every member.
 """
 
 import errno
@@ -30,11 +27,11 @@ _KINDS = {
 EXTENSIONS = frozenset(
     ".jpg .jpeg .png .webp .gif .tif .tiff .bmp .ppm .pgm .pbm .jp2 .avif".split()  # noqa: SIM905
 )
-# Of phones and cameras; Pillow does not read them.
-_UNREAD = (".heic", ".heif", ".jxl", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf")
+# Formats of phones and cameras, which Pillow does not read.
+_RAW = (".heic", ".heif", ".jxl", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf")
 _SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-# Folders that archives, disks and file servers add.
-_STRAY = {"__MACOSX", "lost+found", "@eaDir", "$RECYCLE.BIN", "System Volume Information"}
+# Folders of archives, disks and file servers.
+_SYSTEM_FOLDERS = {"__MACOSX", "lost+found", "@eaDir", "$RECYCLE.BIN", "System Volume Information"}
 
 Names = tuple[str, ...]
 
@@ -79,8 +76,8 @@ def files_below(folder: Path) -> tuple[list[str], list[str], list[str]]:
 def scan_folder(root: Path) -> Scan:
     """Find the images in class folders, which may lie in folders called train, val or test.
 
-    Two such folders that hold class folders are splits. A single one is, unless other folders hold
-    images too: it might be a class, which is an error. Skipped files and folders are named.
+    Two such folders that hold class folders are splits. A single one is too, unless other folders
+    hold images, which is an error. Skipped files and folders are named.
     """
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; expected one sub-folder of images per class")
@@ -120,18 +117,15 @@ def scan_folder(root: Path) -> Scan:
             f"all images lie in folders below the class folders, as {'/'.join(paths[0])}; the "
             "outer ones are the classes"
         )
-    kinds = {
-        "files of an unsupported image format; convert to JPEG or PNG": [
-            name for name in ignored if name.lower().endswith(_UNREAD)
-        ],
-        "files that are not images in a class folder": [
-            name for name in ignored if not name.lower().endswith(_UNREAD)
-        ],
-        "class folders without images": empty,
-    }
-    notes += [
-        f"{what} ({len(names)}): {join_first(names)}" for what, names in kinds.items() if names
-    ]
+    raw = [name for name in ignored if name.lower().endswith(_RAW)]
+    others = [name for name in ignored if not name.lower().endswith(_RAW)]
+    for what, names in (
+        ("files of an unsupported image format; convert to JPEG or PNG", raw),
+        ("files that are not images in a class folder", others),
+        ("class folders without images", empty),
+    ):
+        if names:
+            notes.append(f"{what} ({len(names)}): {join_first(names)}")
     return Scan(
         tuple("/".join(path) for path in paths),
         tuple(path[depth - 1] for path in paths),
@@ -175,8 +169,8 @@ def layout(rows: Iterable[tuple[str, str]], skipped: Iterable[str] = ()) -> str:
         names = classes[home]
         count = f"{len(names)} class{'es' if len(names) != 1 else ''}"
         parts.append(f"{count} in {home}" if home else f"{count}: {join_first(sorted(names))}")
-    noted = join_first(sorted(skipped))
-    return f"images: {', '.join(parts) or 'none'}" + (f"; skipped: {noted}" if noted else "")
+    listed = join_first(sorted(skipped))
+    return f"images: {', '.join(parts) or 'none'}" + (f"; skipped: {listed}" if listed else "")
 
 
 def _walk(root: Path, start: Names, skipped: list[str]) -> Iterator[tuple[Names, list[str]]]:
@@ -209,7 +203,7 @@ def _entries(
         name, inner_path = entry.name, "/".join((*parts, entry.name))
         target = os.path.realpath(entry.path) if entry.is_symlink() else ""
         if os.path.isdir(entry.path) if target else entry.is_dir(follow_symlinks=False):
-            if name.startswith(".") or name in _STRAY:
+            if name.startswith(".") or name in _SYSTEM_FOLDERS:
                 skipped.append(inner_path)
             elif target and not outer:
                 skipped.append(f"{inner_path} (a link to a folder)")
@@ -238,9 +232,9 @@ def shard_members(shard: str | os.PathLike[str]) -> Mapping[str, tuple[int, int]
 
 
 def file_state(file: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Return what changes when a file does: a new size, time or place on the disk.
+    """Return what differs when a file has changed: its size, times and inode.
 
-    The time of the last change to a file cannot be set back as that of its contents can.
+    Unlike the time of its contents, the time of the last change to a file cannot be set.
     """
     status = os.stat(file)
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
@@ -248,7 +242,7 @@ def file_state(file: str | os.PathLike[str]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def _members(shard: str, state: tuple[int, ...]) -> Mapping[str, tuple[int, int]]:
-    # The state is part of the key, so a shard that was replaced is read again.
+    # The state is part of the key, so a replaced shard is read again.
     with open_file(shard) as file:
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -274,12 +268,12 @@ def open_file(name: str | os.PathLike[str]) -> io.BufferedReader:
 def scan_shards(files: Sequence[Path]) -> tuple[Path, Scan]:
     """Return the folder around the shards, and the images in them; see Catalog.from_shards."""
     if not files:
-        raise ValueError("no shards given; expected tar files that hold <class>/<image>")
+        raise ValueError("no shards. Pass tar files that hold <class>/<image>.")
     for file in files:
         if not file.is_file():
             raise ValueError(f"{file} is not a file; expected a tar that holds <class>/<image>")
         if file.suffix != ".tar":
-            raise ValueError(f"{file} is not a .tar file; compressed ones must be unpacked first")
+            raise ValueError(f"{file} is not a .tar file. Decompress it first.")
     root = Path(os.path.commonpath([f.resolve().parent for f in files]))
     rows: list[tuple[str, str, str]] = []
     for file in files:
@@ -291,14 +285,14 @@ def scan_shards(files: Sequence[Path]) -> tuple[Path, Scan]:
                 rows.append((f"{relative}{SEPARATOR}{member}", inner_path.parent.name, home))
     if not rows:
         raise ValueError(f"{files[0]} holds no <class>/<image>, nor do the other shards")
-    named = {_SPLITS.get(home.lower()) for _, _, home in rows}
-    divided = None not in named or len(named) > 2
-    stray = [path for path, _, home in rows if divided and home.lower() not in _SPLITS]
-    rows = [row for row in rows if not divided or row[2].lower() in _SPLITS]
+    splits = {_SPLITS.get(home.lower()) for _, _, home in rows}
+    has_splits = None not in splits or len(splits) > 2
+    skipped = [path for path, _, home in rows if has_splits and home.lower() not in _SPLITS]
+    rows = [row for row in rows if not has_splits or row[2].lower() in _SPLITS]
     return root, Scan(
         tuple(path for path, _, _ in rows),
         tuple(label for _, label, _ in rows),
-        tuple(_SPLITS[home.lower()] if divided else "all" for _, _, home in rows),
-        layout(((f"{home}/" if divided else "", label) for _, label, home in rows), stray),
+        tuple(_SPLITS[home.lower()] if has_splits else "all" for _, _, home in rows),
+        layout(((f"{home}/" if has_splits else "", label) for _, label, home in rows), skipped),
         (),
     )

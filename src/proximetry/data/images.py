@@ -1,8 +1,7 @@
 """Read images, and resize and crop them for an embedder.
 
-Any image file or array becomes one RGB image, or an error that names it. Training, evaluation and
-encoding all scale the shorter side and crop the center with the functions here, so they see the
-same bytes.
+Any image file or array becomes an RGB image, or an error that names it. Training, evaluation and
+encoding all use these functions, so they see the same bytes.
 """
 
 import io
@@ -25,20 +24,18 @@ except ModuleNotFoundError:
 Interpolation: TypeAlias = Literal["bilinear", "bicubic"]
 Stream: TypeAlias = io.BufferedReader | io.BytesIO
 Size: TypeAlias = int | tuple[int, int]
-"""What images are scaled to: their short side, or height and width whatever their shape was."""
+"""The short side of scaled images, or their height and width."""
 Source: TypeAlias = "str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any]"
 
-# Pillow's own threshold (a quarter of a GiB in RGB): above it Pillow warns as well.
-MAX_PIXELS = 89_478_485
-# JPEG's own limit. Pillow spends some 20 bytes on each row, so a long thin image takes much memory.
+MAX_PIXELS = 89_478_485  # above it Pillow warns too
+# The limit of JPEG. Pillow takes 20 bytes per row, so a long thin image takes much memory.
 MAX_SIDE = 65_535
 
-# Formats that untrusted files may have. Others that Pillow knows can start outside programs
-# (EPS) or are rarely exercised parsers.
+# Formats of untrusted files. Others start outside programs (EPS) or are rarely used.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "MPO", "JPEG2000", "AVIF")
 
-# Pillow reads the pixels of an image at their first use, and gets them wrong when two threads do so
-# at the same time: images of the caller are read under a lock.
+# Pillow decodes an image at its first use, wrongly if two threads do so at the same time: images of
+# the caller are decoded under a lock.
 _LOCKS = [Lock() for _ in range(64)]
 
 _ORIENTATION = 0x0112
@@ -52,7 +49,7 @@ _UPRIGHT = {
     7: _T.TRANSVERSE,
     8: _T.ROTATE_90,
 }
-# Each of them is a flip of columns, of rows or of both, after which sides may change places.
+# The turns that mirror columns, mirror rows, and swap the sides.
 _LEFT_RIGHT = (_T.FLIP_LEFT_RIGHT, _T.ROTATE_180, _T.ROTATE_90, _T.TRANSVERSE)
 _TOP_BOTTOM = (_T.FLIP_TOP_BOTTOM, _T.ROTATE_180, _T.ROTATE_270, _T.TRANSVERSE)
 _SIDEWAYS = (_T.TRANSPOSE, _T.ROTATE_270, _T.TRANSVERSE, _T.ROTATE_90)
@@ -80,31 +77,27 @@ def open_image(
 
     Takes a path ("shard.tar::member" included), the bytes of a file, a PIL image or an array
     (H×W or H×W×C, uint8, uint16 or bool). Transparency is laid on white, EXIF orientation is
-    applied, 16-bit samples are scaled to 8 bits, and of several frames the first is taken.
-    Color profiles are not applied.
+    applied, 16-bit samples are scaled to 8 bits, and the first of several frames is taken. Color
+    profiles are not applied.
 
     With a ``size``, a large JPEG file is decoded at a half, a quarter or an eighth of its size, as
-    long as that is at least twice the ``size``. All parts of the package pass the size to which
-    they scale, so they see the same bytes.
+    long as that is at least twice the ``size``.
 
     Raises:
         ImageError: missing, unreadable, truncated, more than `max_pixels` pixels, or a side longer
             than 65 535. The size is taken from the header, before anything is decoded.
     """
     name = _name(source)
-    if isinstance(source, Image.Image):
-        _check_size(*source.size, name, max_pixels)
-        with _LOCKS[id(source) // 16 % len(_LOCKS)]:
-            return _finish(source, name)
-    if isinstance(source, np.ndarray):
-        image = _from_array(source, name)
+    if isinstance(source, Image.Image | np.ndarray):
+        image = _from_array(source, name) if isinstance(source, np.ndarray) else source
         _check_size(*image.size, name, max_pixels)
-        return _finish(image, name)
+        with _LOCKS[id(image) // 16 % len(_LOCKS)]:
+            return _finish(image, name)
     with _open_checked(source, max_pixels) as image:
         width, height = image.size
         if size is not None:
-            enough = 2 * (size if isinstance(size, int) else max(size))
-            image.draft(None, (enough, enough))  # does nothing but with JPEG
+            minimum = 2 * (size if isinstance(size, int) else max(size))
+            image.draft(None, (minimum, minimum))  # for JPEG only
         part = max(1, round(width / image.width))
         upright = _finish(image, name)
         if part > 1:
@@ -149,7 +142,7 @@ def image_size(file: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 def open_bytes(path: str) -> Stream:
-    """Open an image file or a shard's member, or raise an ImageError that will pass."""
+    """Open an image file or a shard's member, or raise a transient ImageError."""
     try:
         name, member = split_shard_path(path)
         if not member:
@@ -182,12 +175,12 @@ def _open_checked(
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise ImageError(name, f"too large: {error}") from error
         except UnidentifiedImageError as error:
-            known = ", ".join(formats)
-            raise ImageError(name, f"not an image in a known format ({known})") from error
+            names = ", ".join(formats)
+            raise ImageError(name, f"not an image in a known format ({names})") from error
         except Exception as error:
             raise _decode_error(name, error) from error
         with image:
-            # Pillow's parser of these texts takes quadratic time for a file of comments.
+            # Pillow's parser of these takes quadratic time.
             if image.tile and image.tile[0][0] == "ppm_plain":
                 raise ImageError(name, "plain PNM, pixels written as text; save it as binary PNM")
             _check_size(*image.size, name, max_pixels)
@@ -195,7 +188,7 @@ def _open_checked(
 
 
 def _decode_error(name: str, error: Exception) -> ImageError:
-    """Return the error for a parser's; one with a number is the system's, which may pass."""
+    """Return the ImageError for an error of a parser, or of the system, which is transient."""
     if isinstance(error, OSError) and error.errno is not None:
         return ImageError(name, f"cannot be read: {error.strerror}", transient=True)
     return ImageError(name, f"damaged or truncated: {error}")
@@ -308,12 +301,9 @@ def _finish(image: Image.Image, name: str) -> Image.Image:
 
 
 def _check_size(width: int, height: int, name: str, max_pixels: int) -> None:
-    if width * height > max_pixels:
-        raise ImageError(name, f"too large: {width}×{height} pixels, the limit is {max_pixels}")
-    if max(width, height) > MAX_SIDE:
-        raise ImageError(
-            name, f"too large: {width}×{height} pixels, the limit is {MAX_SIDE} a side"
-        )
+    if width * height > max_pixels or max(width, height) > MAX_SIDE:
+        limit = max_pixels if width * height > max_pixels else f"{MAX_SIDE} a side"
+        raise ImageError(name, f"too large: {width}×{height} pixels, the limit is {limit}")
     if width == 0 or height == 0:
         raise ImageError(name, f"empty: {width}×{height} pixels")
 
@@ -321,8 +311,7 @@ def _check_size(width: int, height: int, name: str, max_pixels: int) -> None:
 def _turn(image: Image.Image) -> Image.Transpose | None:
     try:
         return _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
-    except Exception:
-        # The pixels of an image with a damaged EXIF block are fine.
+    except Exception:  # the pixels are fine if the EXIF block is damaged
         return None
 
 
@@ -338,7 +327,7 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
         image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
-    # convert() to the mode an image already has copies it, so the result never shares a file.
+    # convert() copies an image of this mode too, so the result never shares a file.
     return image.convert("RGB")
 
 

@@ -1,9 +1,8 @@
 """The image loader of training, evaluation, embedding and indexing.
 
-Worker processes of a `torch.utils.data.DataLoader` decode and resize image files ahead of their
-use. They are forked: they inherit what is imported and need no `if __name__ == "__main__"` in a
-script. Forking next to CUDA and threads is safe here, because workers run Pillow only. Threads
-decode small sets of images, and all images on systems other than Linux.
+Forked worker processes of a `torch.utils.data.DataLoader` decode and resize image files ahead of
+their use. Forking next to CUDA and threads is safe, because workers run Pillow only. Threads decode
+small sets of images, and all images on systems other than Linux.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-MIN_IMAGES = 64  # fewer are decoded by threads, before processes would have started
+MIN_IMAGES = 64  # fewer are decoded by threads, which start sooner than processes
 _CHUNK = 8  # images per message to a worker
 _POLL_SECONDS = 0.5
 
@@ -56,8 +55,8 @@ class Pixels:
 
     Attributes:
         flat: the pixels of all images, uint8.
-        index: offset in `flat`, height and width of each image; `offsets`, `heights` and `widths`
-            are its columns.
+        index: offset in `flat`, height and width of each image, the columns of which are
+            `offsets`, `heights` and `widths`.
     """
 
     def __init__(self, flat: torch.Tensor, index: npt.NDArray[np.int64]) -> None:
@@ -151,7 +150,7 @@ def parallel_map(
 
     Args:
         function: returns arrays or errors, no tensors.
-        items: file names; anything else is left to threads.
+        items: file names; other items are processed by threads.
         ahead: number of items that are computed ahead.
         processes: processes on this machine that share its cores.
     """
@@ -201,9 +200,9 @@ class _Tasks(Generic[Item, Result]):
 
     Attributes:
         function: called with each item.
-        items: what remains of them.
-        pending: chunks that were sent to workers, without those whose results have arrived.
-        error: of iterating the items. Raised within a `DataLoader` it would keep workers alive.
+        items: those that are not sent yet.
+        pending: chunks that were sent to workers and whose results have not arrived.
+        error: from iterating the items; raised in a `DataLoader`, it would keep workers alive.
     """
 
     function: Callable[[Item], Result]
@@ -235,7 +234,7 @@ class _Tasks(Generic[Item, Result]):
             multiprocessing_context=multiprocessing.get_context("fork"),
             worker_init_fn=partial(_start_worker, os.getpid()),
         )
-        # Outside the main thread a DataLoader installs no signal handler, which would raise errors
+        # In another thread a DataLoader cannot install its signal handler, which would raise errors
         # about killed workers anywhere in the program.
         started: Future[Iterator[list[Result]]] = Future()
 
@@ -255,7 +254,7 @@ class _Tasks(Generic[Item, Result]):
 
 
 def _start_worker(parent: int, number: int) -> None:
-    """Leave signals to the parent process and exit with it."""
+    """Ignore interrupts, and exit when the parent process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -44,6 +43,7 @@ from proximetry._util.files import (
 )
 from proximetry._util.formatting import join_first
 from proximetry._util.types import Progress
+from proximetry.data.cache_folder import remove_cache
 from proximetry.data.catalog import Catalog
 from proximetry.data.folders import shard_members, split_shard_path
 from proximetry.data.images import (
@@ -59,16 +59,10 @@ from proximetry.data.images import (
 from proximetry.data.loader import Array, Pixels, decode, parallel_map
 
 _FORMAT = "proximetry pixels 5"
-_HOUR = 3600.0
-_ABOUT = {
-    "glyphs": "the built-in dataset of characters",
-    "maps": "the map of a gallery",
-    "milvus": "embedded images on their way to Milvus",
-}
+_LOCK_SECONDS = 30 * 86_400.0  # to wait for another process
 
 Policy: TypeAlias = Literal["error", "skip"]
-Bad: TypeAlias = tuple[tuple[str, str], ...]
-"""Path and reason of images that cannot be read."""
+Bad: TypeAlias = tuple[tuple[str, str], ...]  # path and reason of unreadable images
 Root: TypeAlias = "str | os.PathLike[str] | None"
 
 
@@ -105,8 +99,8 @@ class PixelCache(Pixels):
         interpolation: Interpolation = "bicubic",
         policy: Policy = "error",
         progress: Progress | None = None,
-        starting: Callable[[], None] = lambda: None,
-        waiting: Callable[[], None] = lambda: None,
+        on_start: Callable[[], None] = lambda: None,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> PixelCache:
         """Open the cache of these images; decode them first if there is none.
 
@@ -119,14 +113,14 @@ class PixelCache(Pixels):
             interpolation: "bicubic" or "bilinear".
             policy: "error" raises an ImageError that names unreadable images, "skip" removes them
                 from `catalog` and lists them in `bad`.
-            progress: called with (images done, images in all).
-            starting: called before decoding.
-            waiting: called before waiting for another process that decodes them.
+            progress: called with (images done, total).
+            on_start: called before decoding.
+            on_wait: called before waiting for another process that decodes them.
         """
         if policy not in ("error", "skip"):
             raise ValueError(f"policy must be 'error' or 'skip', got {policy!r}")
         settings = _Settings(size, interpolation)
-        folder, header = _open_or_build(catalog, settings, root, progress, starting, waiting)
+        folder, header = _open_or_build(catalog, settings, root, progress, on_start, on_wait)
         index = np.load(folder / "index.npy")
         good = index[:, 1] > 0
         bad = tuple(zip(catalog.subset(~good).paths, header["bad"].values(), strict=True))
@@ -188,7 +182,7 @@ class PixelCache(Pixels):
 
 @dataclass(frozen=True)
 class _Settings:
-    """What a cache holds: pixels, or only which images cannot be decoded ("bodies", "headers")."""
+    """Settings of a cache of pixels, or of which images cannot be decoded ("bodies", "headers")."""
 
     size: Size
     interpolation: Interpolation
@@ -200,9 +194,9 @@ class _Settings:
         sides = (self.size,) if isinstance(self.size, int) else self.size
         if not 1 <= min(sides) <= max(sides) <= 4096:
             size = describe_size(self.size)
-            raise ValueError(f"images are scaled to 1 to 4096 pixels, got {size}")
+            raise ValueError(f"size must be 1 to 4096 pixels, got {size}")
         if len(catalog) == 0:
-            raise ValueError("the catalog is empty: there is nothing to decode")
+            raise ValueError("the catalog is empty. Add images.")
         facts = (_FORMAT, self.size, self.interpolation, self.content, metadata.version("pillow"))
         digest = hashlib.blake2b(repr(facts).encode(), digest_size=12)
         digest.update(os.path.abspath(catalog.root).encode(errors="surrogateescape"))
@@ -240,8 +234,8 @@ def _open_or_build(
     settings: _Settings,
     root: Root,
     progress: Progress | None,
-    starting: Callable[[], None] = lambda: None,
-    waiting: Callable[[], None] = lambda: None,
+    on_start: Callable[[], None] = lambda: None,
+    on_wait: Callable[[], None] = lambda: None,
 ) -> tuple[Path, dict[str, Any]]:
     """Return the folder of a cache and its header."""
     home = cache_home(root)
@@ -250,13 +244,13 @@ def _open_or_build(
     if header is None:
         home.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            lock = acquire_lock(home / f"{folder.name}.lock", 30 * 24 * _HOUR, lambda _: waiting())
+            lock = acquire_lock(home / f"{folder.name}.lock", _LOCK_SECONDS, lambda _: on_wait())
             stack.callback(lock.release)
             header = _read_header(folder, catalog)  # another process may have built it
             if header is None:
-                starting()
-                for left in (folder, *home.glob(f".{folder.name}.*{PART_SUFFIX}")):
-                    shutil.rmtree(left, ignore_errors=True)
+                on_start()
+                for leftover in (folder, *home.glob(f".{folder.name}.*{PART_SUFFIX}")):
+                    shutil.rmtree(leftover, ignore_errors=True)
                 header = _write(folder, catalog, settings, progress)
                 _remove_least_recently_used(home, keep=folder)
     with suppress(OSError):  # a read-only cache is usable, too
@@ -307,7 +301,7 @@ def _write(
         with name_write_errors(folder):
             np.save(part / "index.npy", index)
         if settings.key(catalog) != folder.name:
-            raise ImageError("images changed while they were decoded", "try again")
+            raise ImageError("images changed while they were decoded", "run the command again")
         pixels = settings.content == "pixels"
         header = {
             "bytes": {name: (part / name).stat().st_size for name in ("pixels.bin", "index.npy")},
@@ -331,12 +325,16 @@ def _write(
 
 def _remove_least_recently_used(home: Path, keep: Path) -> None:
     """Remove the oldest caches until all of them are within the limits."""
-    caches = [_entry(path) for path in home.iterdir() if (path / "header.json").is_file()]
-    size = sum(entry.size for entry in caches)
+    caches = []
+    for header in home.glob("*/header.json"):
+        with suppress(OSError):  # removed meanwhile
+            size = sum(file.stat().st_size for file in header.parent.iterdir())
+            caches.append((header.stat().st_mtime, size, header.parent))
+    size = sum(size for _, size, _ in caches)
     limit = min(MAX_CACHE_BYTES, DISK_SHARE * (shutil.disk_usage(home).free + size))
-    for entry in sorted(caches, key=lambda entry: entry.used):
-        if size > limit and entry.path != keep and remove(entry):
-            size -= entry.size
+    for _, freed, folder in sorted(caches):
+        if size > limit and folder != keep and remove_cache(folder):
+            size -= freed
 
 
 def is_intact(folder: Path) -> bool:
@@ -402,19 +400,19 @@ def describe_copies(catalog: Catalog) -> list[str]:
     sizes = _file_states(catalog)[:, 0].tolist()
     counts, codes = Counter(sizes), catalog.codes
     rows = [row for row, size in enumerate(sizes) if counts[size] > 1 and size >= 0]
-    first: dict[str, int] = {}
-    same, other = list[str](), list[str]()
+    originals: dict[str, int] = {}
+    copies: dict[bool, list[str]] = {True: [], False: []}  # by whether the classes are the same
     digests = parallel_map(_file_digest, (catalog.file(row) for row in rows))
     for row, digest in zip(rows, digests, strict=True):
-        before = first.setdefault(digest, row) if digest else row
-        if before != row:
-            copies = same if codes[before] == codes[row] else other
-            copies.append(f"{catalog.paths[row]} (of {catalog.paths[before]})")
+        original = originals.setdefault(digest, row) if digest else row
+        if original != row:
+            same_class = bool(codes[original] == codes[row])
+            copies[same_class].append(f"{catalog.paths[row]} (of {catalog.paths[original]})")
     wrong = "in another class, byte for byte, so one of the two labels is wrong"
     return [
-        f"copies of images {where} ({len(copies)}): {join_first(copies)}"
-        for copies, where in ((same, "in the same class, byte for byte"), (other, wrong))
-        if copies
+        f"copies of images {where} ({len(copies[same])}): {join_first(copies[same])}"
+        for same, where in ((True, "in the same class, byte for byte"), (False, wrong))
+        if copies[same]
     ]
 
 
@@ -427,78 +425,3 @@ def _file_digest(file: str) -> str:
 def cache_home(root: Root = None) -> Path:
     """Return the folder of pixel caches: the given one, or the user's."""
     return cache_folder() / "pixels" if root is None else Path(root)
-
-
-@dataclass(frozen=True)
-class CacheEntry:
-    """One cache, of any kind, in the cache folder."""
-
-    name: str  # kind and name, as a path below the cache folder
-    path: Path
-    size: int  # bytes
-    used: float  # time of last use, in seconds since 1970
-    root: str  # folder of the images it was made of, "" if unknown
-    images: int | None
-    about: str
-
-
-def list_caches() -> list[CacheEntry]:
-    """Return the caches of this user, the last used first."""
-    entries = [
-        _entry(path)
-        for path in cache_folder().glob("*/*")
-        if not path.name.startswith(".") and path.suffix != ".lock" and not path.parent.is_symlink()
-    ]
-    return sorted(entries, key=lambda entry: (-entry.used, entry.name))
-
-
-def list_leftovers() -> list[CacheEntry]:
-    """Return incomplete caches of killed processes: an hour without a write."""
-    return [
-        entry
-        for path in cache_folder().glob(f"*/.*{PART_SUFFIX}")
-        if not path.parent.is_symlink() and time.time() - (entry := _entry(path)).used > _HOUR
-    ]
-
-
-def _entry(path: Path) -> CacheEntry:
-    header: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        header = json.loads((path / "header.json").read_text(encoding="utf-8"))
-    states = []
-    for file in (path, *path.rglob("*")):
-        with suppress(OSError):  # removed meanwhile
-            if file.is_file():
-                states.append(file.lstat())
-    return CacheEntry(
-        f"{path.parent.name}/{path.name}",
-        path,
-        sum(state.st_size for state in states),
-        max((state.st_mtime for state in states), default=0.0),
-        header.get("root", ""),
-        header.get("images"),
-        header.get("about", _ABOUT.get(path.parent.name, "")),
-    )
-
-
-def remove(entry: CacheEntry, *, dry_run: bool = False) -> bool:
-    """Remove a cache or a leftover; return False if a process writes it.
-
-    Processes that have opened a pixel cache keep their memory map.
-    """
-    path = entry.path
-    name = path.name.split(".")[1] if path.name.startswith(".") else path.name
-    locks = [path.with_name(f"{name}.lock")] if path.is_dir() else []
-    locks += [path / "gallery.lock"] if (path / "gallery.lock").exists() else []
-    try:
-        with ExitStack() as stack:
-            for lock in locks:
-                stack.callback(acquire_lock(lock, 0, lambda _: None).release)
-            if not dry_run and path.is_dir():
-                # A folder with the name of a cache is always complete.
-                shutil.rmtree(path.rename(path.with_name(f".{name}.{uuid4().hex}{PART_SUFFIX}")))
-            elif not dry_run:
-                path.unlink(missing_ok=True)
-    except TimeoutError:
-        return False
-    return True

@@ -1,9 +1,7 @@
-"""Windows of images scaled into one batch.
+"""Windows of images, scaled into one batch.
 
-On the CPU every window goes through torch's own antialiased resize of bytes. On a GPU, where a
-launch per image would dominate, one Triton kernel makes the whole batch; the two agree to one gray
-level. On other devices, and where Triton cannot compile the kernel, the windows are copied to the
-CPU and scaled there.
+On a GPU one Triton kernel makes the whole batch. Elsewhere, and without Triton, torch's antialiased
+resize of bytes scales each window on the CPU; the two agree to one gray level.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from proximetry.data.loader import Pixels
 Kernel = Callable[[Tensor, Tensor, tuple[int, int], str], Tensor]
 Rows = Sequence[int] | npt.NDArray[np.int64]
 
-# The kernel counts in steps of half a pixel of the result; up to here that fits 32 bits.
-_LARGEST = 1 << 29
+# The kernel counts in steps of half a pixel of the result, in 32 bits.
+_MAX_STEPS = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class PerImage:
 
 @dataclass(frozen=True)
 class Windows(PerImage):
-    """For every image of a batch, the window at (top, left) of height × width to be scaled.
+    """The window at (top, left) of height × width of every image of a batch.
 
     The result is mirrored where `flip` is True.
     """
@@ -56,7 +54,7 @@ class Windows(PerImage):
     flip: Tensor
 
     def table(self) -> Tensor:
-        """Return all of it as int64 [image, field]."""
+        """Return int64 [image, field]."""
         return torch.stack([values.long() for values in vars(self).values()], dim=1)
 
 
@@ -68,11 +66,10 @@ def resample(
     _check(pixels, images, windows)
     device = pixels.flat.device
     steps = torch.maximum(windows.height * size[0], windows.width * size[1])
-    kernel = _kernel() if device.type == "cuda" and (steps < _LARGEST).all() else None
+    kernel = _kernel() if device.type == "cuda" and (steps < _MAX_STEPS).all() else None
     if kernel is None:
         return _resample_each(pixels, images, windows, size, interpolation).to(device)
     table = window_table(pixels, images, windows).pin_memory()
-    # Nothing waits for the copy: the pinned memory is not used again before it is done.
     return kernel(pixels.flat, table.to(device, non_blocking=True), size, interpolation)
 
 
@@ -88,14 +85,14 @@ def image_sizes(pixels: Pixels, rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def window_table(pixels: Pixels, rows: npt.NDArray[np.int64], windows: Windows) -> Tensor:
-    """Return all that the kernel has to know, int64 [image, FIELDS of the kernel]."""
+    """Return the table that the kernel reads, int64 [image, FIELDS of the kernel]."""
     locations = np.stack([pixels.offsets[rows], pixels.widths[rows]], axis=1)
     return torch.cat([torch.from_numpy(locations), windows.table()], dim=1)
 
 
 @cache
 def _kernel() -> Kernel | None:
-    """Return the kernel, or None with a warning where Triton cannot work."""
+    """Return the kernel, or None with a warning if Triton is unavailable."""
     try:
         from proximetry.kernels.resample import find_driver, resample_fused
 
@@ -110,7 +107,7 @@ def _kernel() -> Kernel | None:
 
 
 def _check(pixels: Pixels, rows: npt.NDArray[np.int64], windows: Windows) -> None:
-    """Raise for windows outside their images: a GPU would read other memory."""
+    """Raise for windows outside their images: the kernel would read other memory."""
     if len(rows) != len(windows):
         raise ValueError(f"{len(rows)} images, but {len(windows)} windows")
     heights, widths = image_sizes(pixels, rows)
@@ -134,7 +131,7 @@ def _resample_each(
     interpolation: str,
 ) -> Tensor:
     """Scale one window after the other on the CPU with torch's resize of bytes."""
-    # As in the cache, a pixel's three bytes are together, which convolutions on a CPU prefer.
+    # The bytes of a pixel stay together, which is fast in convolutions on a CPU.
     batch = torch.empty((len(rows), 3, *size), dtype=torch.uint8, memory_format=torch.channels_last)
     for k, (row, window) in enumerate(zip(rows.tolist(), windows.table().tolist(), strict=True)):
         top, left, height, width, flip = window

@@ -1,7 +1,7 @@
-"""Which images make up which batch: a function of the seed, the epoch and the batch's number.
+"""Samplers: the images of each batch, as a function of the seed, the epoch and the batch's number.
 
-Samplers are stateless, so any batch can be computed at any time: processes take their
-slices of the same global batch, and a run continues where it stopped.
+Any batch can be computed at any time, so each process takes its slice of the same global batch, and
+a run resumes where it stopped.
 """
 
 from abc import ABC, abstractmethod
@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
 
-# Separate streams of random numbers from one seed.
-_SHUFFLE, _CLASSES, _IMAGES, _RUNS, _BUFFER = range(5)
-_MOST_DECKS = 1 << 16
+_SHUFFLE, _CLASSES, _IMAGES, _RUNS, _BUFFER = range(5)  # streams of random numbers of a seed
+_MAX_DECKS = 1 << 16
 
 
 class _BatchSampler(ABC):
@@ -75,15 +74,15 @@ class ShuffledSampler(_BatchSampler):
 
 
 class StreamedSampler(ShuffledSampler):
-    """Every image once per epoch, neighbors in their files at about the same time.
+    """Every image once per epoch, with few files open at a time.
 
     Runs of consecutive images come in an order drawn from (seed, epoch); their images are shuffled
-    within one buffer after the other. So only a few runs are read at a time, as disks prefer.
+    within one buffer after another. Disks read such runs faster than single images.
 
     Args:
-        n: number of images, in the order in which they lie.
+        n: number of images, in the order of their files.
         batch_size: images per batch, of all processes together.
-        buffer: images that are shuffled together; larger ones mix better.
+        buffer: images that are shuffled together; a larger buffer mixes better.
         run: consecutive images that are read together.
         drop_last: exclude images that do not fill a last batch.
         seed: decides the order.
@@ -106,7 +105,7 @@ class StreamedSampler(ShuffledSampler):
         self._shuffled: tuple[int, int, Indices] | None = None
 
     def batch(self, epoch: int, number: int) -> Indices:
-        """Return the images of one batch, which may be of two buffers or more."""
+        """Return the images of one batch, which may span several buffers."""
         start = number * self.batch_size
         stop = min(start + self.batch_size, self.n)
         parts = []
@@ -121,7 +120,7 @@ class StreamedSampler(ShuffledSampler):
         if self._shuffled is None or self._shuffled[:2] != (epoch, number):
             draw = np.random.default_rng([self.seed, _RUNS, epoch])
             order = draw.permutation(-(-self.n // self.run))
-            # All runs are of one length but the last of the images, wherever that comes.
+            # All runs have the same length except the one with the last images.
             sizes = np.minimum(self.n - order * self.run, self.run)
             begins = np.concatenate([[0], np.cumsum(sizes)])
             start = number * self.buffer
@@ -136,13 +135,12 @@ class StreamedSampler(ShuffledSampler):
 class ClassBalancedSampler(_BatchSampler):
     """Batches of `classes_per_batch` different classes with `images_per_class` images each.
 
-    Classes come from a shuffled round: each class once before any comes again. Images come from
-    a shuffled deck per class: each image of the class once before any comes again. Rounds and
-    decks run on through the epochs, so over a run every image gets its turn. A batch holds an
-    image twice only if its class has fewer than `images_per_class` images.
+    Each round of the classes is shuffled, as is each round (deck) of the images of a class; rounds
+    continue through the epochs. A batch holds an image twice only if its class has fewer than
+    `images_per_class` images.
 
     Args:
-        codes: the class of every image; any whole numbers.
+        codes: the class of every image, as an integer.
         classes_per_batch: different classes in a batch, of all processes together.
         images_per_class: images of each (m).
         seed: decides rounds and decks.
@@ -154,15 +152,13 @@ class ClassBalancedSampler(_BatchSampler):
         labels = np.asarray(codes)
         if labels.ndim != 1 or labels.size == 0 or not np.issubdtype(labels.dtype, np.integer):
             raise ValueError(
-                f"codes must be a list of whole numbers, got {labels.dtype} of {labels.shape}"
+                f"codes must be a list of integers, got {labels.dtype} of {labels.shape}"
             )
         if classes_per_batch < 1 or images_per_class < 1:
             raise ValueError(
                 "classes_per_batch and images_per_class must be positive, "
                 f"got {classes_per_batch} and {images_per_class}"
             )
-        # The images class by class, and where each class begins: millions of classes are no
-        # millions of objects.
         self._images = np.argsort(labels, kind="stable")
         in_order = labels[self._images]
         begins = np.flatnonzero(in_order[1:] != in_order[:-1]) + 1
@@ -170,8 +166,8 @@ class ClassBalancedSampler(_BatchSampler):
         self._classes = len(self._starts) - 1
         if classes_per_batch > self._classes:
             raise ValueError(
-                f"a batch of {classes_per_batch} classes needs as many, there are {self._classes}; "
-                f"use at most {self._classes} classes per batch"
+                f"classes_per_batch is {classes_per_batch}, but there are {self._classes} classes. "
+                f"Use at most {self._classes}."
             )
         size = classes_per_batch * images_per_class
         super().__init__(size, max(1, labels.size // size), seed)
@@ -189,9 +185,9 @@ class ClassBalancedSampler(_BatchSampler):
         return np.concatenate([self._deck(code).turn(n) for code, n in pairs])
 
     def _deck(self, code: int) -> "_CyclicShuffle":
-        """Return the deck of a class; one that was dropped is dealt again just as it was."""
+        """Return the deck of a class; a deck that was dropped is drawn again with the same seed."""
         if code not in self._decks:
-            if len(self._decks) >= _MOST_DECKS:
+            if len(self._decks) >= _MAX_DECKS:
                 self._decks.clear()
             images = self._images[self._starts[code] : self._starts[code + 1]]
             self._decks[code] = _CyclicShuffle(
@@ -201,10 +197,10 @@ class ClassBalancedSampler(_BatchSampler):
 
 
 class _CyclicShuffle:
-    """Items that are shuffled again each time all have been taken, `count` in a turn.
+    """Items in endless shuffles, `count` of them per turn.
 
-    Where a turn runs over the end of a shuffle, the next one is arranged so that the turn has no
-    item twice: it depends on the shuffle before, unless a turn ended exactly with that.
+    If a turn spans two shuffles, the second one is rearranged so that the turn has no item twice;
+    so it depends on the first one, unless a turn ended exactly with that.
     """
 
     __slots__ = ("_count", "_items", "_orders", "_seed")
@@ -223,7 +219,7 @@ class _CyclicShuffle:
         return items
 
     def _order(self, shuffle: int) -> Indices:
-        """Return the items as one shuffle has them."""
+        """Return the items in the order of one shuffle."""
         first = shuffle
         while first not in self._orders and self._started(first):
             first -= 1
@@ -234,14 +230,14 @@ class _CyclicShuffle:
         return self._orders[shuffle]
 
     def _started(self, shuffle: int) -> int:
-        """The number of items of the previous turn in the turn that a shuffle begins in."""
+        """Return the number of items of the turn that come from the previous shuffle."""
         size = len(self._items)
         return shuffle * size % self._count if self._count <= size else 0
 
     def _shuffled(self, shuffle: int) -> Indices:
         order = np.random.default_rng([*self._seed, shuffle]).permutation(self._items)
         if started := self._started(shuffle):
-            # As many others as the started turn needs come first; the rest stays as shuffled.
+            # Items that the turn does not have yet come first; the others stay as shuffled.
             seen = np.isin(order, self._orders[shuffle - 1][-started:])
             others = np.flatnonzero(~seen)[: self._count - started]
             order = np.concatenate([order[others], np.delete(order, others)])

@@ -33,14 +33,14 @@ from proximetry.data import FIELDS
 from proximetry.data.folders import open_file
 
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
-# How Python writes a missing value: as a label it would join unrelated images in a class.
+# Missing values in the notation of Python; as a label one would join unrelated images.
 MISSING = frozenset(("", "nan", "NaN", "None", "<NA>", "NaT"))
-# Numbers as people write them, but neither 007 nor 1_000 nor nan, and no more digits than 64 bits
-# hold: those are names.
-_WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")
-_WHOLE_NAME = re.compile("0|-?[1-9][0-9]{0,17}")  # classes sorted by value; not 007
-_DECIMAL = re.compile(rf"({_WHOLE.pattern}(\.[0-9]+)?|-?\.[0-9]+)([eE][+-]?[0-9]+)?")
+# Numbers of at most 64 bits; 007, 1_000 and nan are names.
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
+_INTEGER_NAME = re.compile("0|-?[1-9][0-9]{0,17}")  # classes sorted by value; not 007
+_DECIMAL = re.compile(rf"({_INTEGER.pattern}(\.[0-9]+)?|-?\.[0-9]+)([eE][+-]?[0-9]+)?")
 
+_BYTES = re.compile("(large_|fixed_size_)?binary")  # types of pyarrow
 _UTF16_MARKS = ("\udcff\udcfe", "\udcfe\udcff")  # as surrogateescape reads a UTF-16 BOM
 
 Columns: TypeAlias = Mapping[str, Sequence[Any]]
@@ -64,7 +64,7 @@ class Column(Sequence[Any]):
 
     @cached_property
     def distinct(self) -> tuple[str, ...]:
-        """The values of recurring text, in sorted order; whole numbers by value."""
+        """The values of recurring text, in sorted order; integers by value."""
         return tuple(map(decode, self.array.dictionary.to_pylist()))
 
     @property
@@ -74,7 +74,7 @@ class Column(Sequence[Any]):
         return codes
 
     def isin(self, values: Collection[str]) -> npt.NDArray[np.bool_]:
-        """Return which rows of recurring text have one of some values."""
+        """Return which rows of recurring text have one of the values."""
         return np.array([name in values for name in self.distinct], bool)[self.codes]
 
     def take(self, rows: Rows) -> Column:
@@ -139,13 +139,13 @@ def decode(data: bytes) -> str:
 def dictionary_column(texts: Sequence[str], codes: npt.NDArray[Any] | None = None) -> Column:
     """Return a column of recurring text: `texts` themselves, or those that `codes` are indices of.
 
-    Its distinct values are sorted, whole numbers by value.
+    Its distinct values are sorted, integers by value.
     """
     if codes is None:
         used = dict.fromkeys(texts)
     else:
         used = dict.fromkeys(texts[i] for i in np.flatnonzero(np.bincount(codes)).tolist())
-    names = sorted(used, key=int if all(map(_WHOLE_NAME.fullmatch, used)) else None)
+    names = sorted(used, key=int if all(map(_INTEGER_NAME.fullmatch, used)) else None)
     code_of = {name: i for i, name in enumerate(names)}
     indices = np.fromiter((code_of.get(text, -1) for text in texts), np.int32, len(texts))
     indices = indices if codes is None else indices[codes]
@@ -173,7 +173,7 @@ def pack(values: Iterable[Any], *, recurring: bool = False) -> Sequence[Any]:
 
 
 def repeated_rows(keys: npt.NDArray[np.int64]) -> Rows:
-    """Return the rows whose key other rows have, too."""
+    """Return the rows whose key another row has too."""
     ordered = np.sort(keys)
     repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
     return np.flatnonzero(np.isin(keys, repeated)) if len(repeated) else np.zeros(0, np.int64)
@@ -219,9 +219,14 @@ def read_parquet(file: Path, columns: Mapping[str, str] | None = None) -> dict[s
         with _parquet_errors(file):
             schema = parquet.read_schema(stream)
         ours, others = _match_columns(file, schema.names, columns)
-        plain = [name for name in schema.names if _is_plain(schema.field(name).type)]
+        # Text and numbers: no lists such as vectors, no records, no bytes.
+        scalar = [
+            column.name
+            for column in schema
+            if not pa.types.is_nested(column.type) and not _BYTES.match(str(column.type))
+        ]
         # Columns whose values recur are read as dictionaries.
-        recurring = [name for name, field in ours.items() if field != "path" and name in plain]
+        recurring = [name for name, field in ours.items() if field != "path" and name in scalar]
         with _parquet_errors(file):
             table = parquet.ParquetFile(stream, read_dictionary=recurring)
             values = {
@@ -229,7 +234,7 @@ def read_parquet(file: Path, columns: Mapping[str, str] | None = None) -> dict[s
                 for name, field in ours.items()
             }
             for name in others:
-                if name in plain:
+                if name in scalar:
                     values[name] = _values(table.read(columns=[name]).column(name))
     return _to_fields(file, schema.names, ours, values)
 
@@ -240,13 +245,6 @@ def _parquet_errors(file: Path) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise ValueError(f"{file}: not a readable Parquet file: {error}") from error
-
-
-def _is_plain(kind: pa.DataType) -> bool:
-    """Whether a type is text or numbers: no lists, such as vectors, no records, no bytes."""
-    types = pa.types
-    raw = types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
-    return not types.is_nested(kind) and not raw
 
 
 def _text_column(column: pa.ChunkedArray, field: str) -> Sequence[Any]:
@@ -291,7 +289,7 @@ def _parse_numbers(cells: pa.ChunkedArray) -> Sequence[Any]:
     """Return cells of CSV as numbers if all that are not empty are; None for empty ones."""
     texts = [decode(cell) for cell in cells.to_pylist()]
     empty = np.array([not text for text in texts], bool)
-    for kind, pattern in ((int, _WHOLE), (float, _DECIMAL)):
+    for kind, pattern in ((int, _INTEGER), (float, _DECIMAL)):
         if not empty.all() and all(not text or pattern.fullmatch(text) for text in texts):
             values = np.array([kind(text or 0) for text in texts])
             if np.isfinite(values).all():
@@ -318,7 +316,7 @@ def _to_list(column: Any) -> list[Any]:
 def _match_columns(
     file: Path, names: list[str], columns: Mapping[str, str] | None
 ) -> tuple[dict[str, str], list[str]]:
-    """Return which of `FIELDS` a column of a table is, and the names of the further columns.
+    """Return the field of each column that is one of `FIELDS`, and the names of the other columns.
 
     `columns` are the names of `FIELDS` in the table, where they differ.
     """
@@ -330,11 +328,11 @@ def _match_columns(
             )
         if name not in names:
             raise ValueError(
-                f"{file}: there is no column {format_value(name)} to be the {field}; it has "
+                f"{file}: no column {format_value(name)} for {field}; it has "
                 f"{', '.join(names)}. Set --data.columns {field}=COLUMN."
             )
         if list(mapping.values()).count(name) > 1:
-            raise UsageError(f"data.columns: the column {format_value(name)} can be one thing only")
+            raise UsageError(f"data.columns: duplicate column {format_value(name)}")
     for name in names:
         if names.count(name) > 1 and name:
             raise ValueError(f"{file}: duplicate column {name!r}")
@@ -349,8 +347,7 @@ def _match_columns(
             f"{', '.join(names)}. Set --data.columns "
             f"{','.join(f'{name}=COLUMN' for name in needed)}."
         )
-    # A column with a reserved name that another column replaces is not used. A column without a
-    # name holds row numbers.
+    # A column without a name holds row numbers.
     return ours, [name for name in names if name and name not in {*ours, *FIELDS}]
 
 
@@ -370,7 +367,7 @@ def _to_fields(
     for name in ("query", "gallery"):
         texts = values.get(name)
         if isinstance(texts, Column):
-            # Other words stay, and Catalog reports them.
+            # Other words are kept for Catalog to report.
             flags = [_FLAGS.get(word.strip().lower(), word) for word in texts.distinct]
             values[name] = pack(flags[code] for code in texts.codes.tolist())
     values.setdefault("split", dictionary_column(("all",), np.zeros(len(labels), np.int64)))
@@ -383,9 +380,9 @@ def _to_fields(
 
 
 def _text(value: Any) -> Any:
-    """Return a value as text; lists and records stay, and Catalog reports them.
+    """Return a value as text; keep lists and records for Catalog to report.
 
-    Whole numbers are written so, also if stored as 7.0 because other values are missing.
+    Integers are written without a decimal point, even if stored as 7.0 because values are missing.
     """
     if value is None:
         return ""
@@ -397,7 +394,7 @@ def _text(value: Any) -> Any:
 
 
 def write_csv(file: Path, columns: Columns) -> None:
-    """Write columns as CSV, whole or not at all."""
+    """Write columns as CSV, atomically."""
     with (
         atomic_path(file) as part,
         part.open("w", newline="", encoding="utf-8", errors="surrogateescape") as stream,
@@ -408,7 +405,7 @@ def write_csv(file: Path, columns: Columns) -> None:
 
 
 def write_parquet(file: Path, columns: Columns) -> None:
-    """Write columns as Parquet, whole or not at all; numbers among text become text."""
+    """Write columns as Parquet, atomically; numbers among text become text."""
     arrays = {}
     for name, values in columns.items():
         array = values.array if isinstance(values, Column) else None

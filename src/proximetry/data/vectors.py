@@ -1,4 +1,4 @@
-"""Vectors from anywhere, with labels: .npz, .npy and .parquet files, as `embed` writes them."""
+"""A catalog of vectors with labels, read from .npz, .npy and .parquet files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from proximetry.data.tables import MISSING, decode
 
 SUFFIXES = (".npz", ".npy", ".parquet")
 COLUMN = "vector"
-# Field → names of its array or column, ours first.
+# Field → names of its array or column; the first one is written.
 _NAMES = {field: (field, column) for column, field in FIELDS.items()} | {
     "vectors": ("vectors", COLUMN, "embeddings", "embedding"),
     "labels": ("labels", "label", "class", "targets", "target", "y"),
 }
-_LARGEST_JSON = 2_000_000_000
+_MAX_JSON_BYTES = 2_000_000_000
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,7 +48,7 @@ class VectorCatalog(Catalog):
     @property
     def has_paths(self) -> bool:
         """Whether its rows name files, such as the images that the vectors are of."""
-        return not self.root.is_file()  # else rows are numbered below the file of vectors itself
+        return not self.root.is_file()  # paths are row numbers below the file of vectors
 
     @classmethod
     def from_arrays(
@@ -67,13 +67,13 @@ class VectorCatalog(Catalog):
 
         Args:
             vectors: [N, dim], of numbers.
-            labels: N classes, texts or numbers.
+            labels: N classes, strings or numbers.
             splits: "train", "val" or "test" of each row.
             queries: which rows are queries, with `galleries`.
             galleries: which rows are searched.
             paths: the image file of each row.
-            groups: anything coarser than a class.
-            source: what to call them in errors.
+            groups: a coarser class of each row.
+            source: their name in errors.
         """
         root = Path(source)
         array = np.asarray(vectors)
@@ -101,7 +101,7 @@ class VectorCatalog(Catalog):
         if missing:
             raise UsageError(f"{source}: no label in row {join_first(missing)}. Fill it in.")
         files = tuple(str(path) for path in columns.get("paths", ()))
-        # The same image may have been embedded twice, or rows may have no name.
+        # Paths may be missing or repeated.
         if len(set(files)) == len(array):
             root = root.parent
         else:
@@ -145,7 +145,7 @@ def rows_file(file: Path) -> Path:
 
 
 def holds_vectors(file: Path) -> bool:
-    """Whether a file is one of vectors, going by its name and, of Parquet, by its columns.
+    """Return whether a file holds vectors, by its name and, for Parquet, by its columns.
 
     A Parquet file with paths is a table of images, unless it has a column `vector`.
     """
@@ -160,19 +160,19 @@ def parquet_columns(file: Path) -> dict[str, bool]:
     """Return the columns of a Parquet file and whether each holds lists; {} if it has none."""
     try:
         schema = parquet.read_schema(file)
-    except (arrow.ArrowException, OSError, ValueError):  # whoever reads it reports why
+    except (arrow.ArrowException, OSError, ValueError):  # reported when it is read
         return {}
     return {entry.name: arrow.types.is_nested(entry.type) for entry in schema}
 
 
 def _names_of(present: Collection[str]) -> dict[str, str]:
     """Return the name of each field that a file has."""
-    names = {field: [n for n in known if n in present] for field, known in _NAMES.items()}
+    names = {field: [n for n in choices if n in present] for field, choices in _NAMES.items()}
     return {field: matches[0] for field, matches in names.items() if matches}
 
 
 def label_names(labels: Iterable[Any]) -> tuple[str, ...]:
-    """Return labels as texts: the number 7 is "7"."""
+    """Return labels as strings: the number 7 is "7"."""
     plain = (label.item() if hasattr(label, "item") else label for label in labels)
     return tuple("" if label is None else str(label) for label in plain)
 
@@ -184,7 +184,7 @@ def _flag(value: Any) -> Any:
 
 def load_arrays(file: Path, *fields: str) -> dict[str, Any]:
     """Read the vectors of a .npz file and those of `fields` that it has, or a .npy file."""
-    zipped, trouble = file.suffix.lower() == ".npz", f"{file} is no NumPy file of plain arrays"
+    zipped, problem = file.suffix.lower() == ".npz", f"{file} is not a NumPy file of plain arrays"
     try:
         arrays = np.load(file, allow_pickle=False, mmap_mode="r")
         if isinstance(arrays, np.ndarray) == zipped:
@@ -198,7 +198,7 @@ def load_arrays(file: Path, *fields: str) -> dict[str, Any]:
                     raise UsageError(
                         f"{file} has no array {field!r}; it has {join_first(arrays.files)}"
                     )
-            trouble = f"{file}: an array cannot be read"
+            problem = f"{file}: an array cannot be read"
             return {field: arrays[names[field]] for field in ("vectors", *fields) if field in names}
     except FileNotFoundError:
         raise UsageError(f"there is no file {file}") from None
@@ -206,24 +206,24 @@ def load_arrays(file: Path, *fields: str) -> dict[str, Any]:
         raise
     except Exception as error:  # damaged files raise anything: zlib.error, tokenize.TokenError, …
         reason = shorten(str(error) or type(error).__name__, 200)
-        raise UsageError(f"{trouble}: {reason}") from error
+        raise UsageError(f"{problem}: {reason}") from error
 
 
 def _read_arrays(file: Path) -> tuple[Any, dict[str, Any]]:
-    fields, beside = load_arrays(file, *FIELDS.values()), rows_file(file)
+    fields, description = load_arrays(file, *FIELDS.values()), rows_file(file)
     vectors = fields.pop("vectors")
     if file.suffix.lower() == ".npz":
         return vectors, fields
-    if not beside.exists():
+    if not description.exists():
         raise UsageError(
-            f"{file} has no labels: there is no {beside.name} beside it with a list of labels"
+            f"{file} has no labels: {description.name} is missing beside it, with a list of labels"
         )
     try:
-        rows = read_json(beside, _LARGEST_JSON)
+        rows = read_json(description, _MAX_JSON_BYTES)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not isinstance(rows, dict) or not all(isinstance(v, list) for v in rows.values()):
-        raise UsageError(f"{beside} must hold lists: labels, optionally splits and paths")
+        raise UsageError(f"{description} must hold lists: labels, optionally splits and paths")
     return vectors, {name: rows[name] for name in FIELDS.values() if name in rows}
 
 
@@ -248,7 +248,7 @@ def _read_parquet(file: Path) -> tuple[Any, dict[str, Any]]:
     except (arrow.ArrowException, OSError, ValueError) as error:
         if isinstance(error, UsageError | FileNotFoundError):
             raise
-        raise UsageError(f"{file}: not a Parquet file that can be read: {error}") from error
+        raise UsageError(f"{file} is not a readable Parquet file: {error}") from error
     return np.asarray(flat).reshape(len(column), sizes.pop()), fields
 
 

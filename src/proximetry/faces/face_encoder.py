@@ -12,7 +12,7 @@ from proximetry._util.types import Progress
 from proximetry.faces import BadImages
 from proximetry.faces.embedder import FaceEmbedder
 from proximetry.metrics import Identification, Verification
-from proximetry.metrics._search.embeddings import normalize
+from proximetry.metrics._search.similarities import normalize
 from proximetry.metrics.distributed import gather_objects, raise_on_all_ranks
 from proximetry.models.encoding import embed_images
 

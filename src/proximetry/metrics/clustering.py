@@ -1,7 +1,6 @@
 """Clustering: k-means, and the agreement of its clusters with the classes.
 
-Agreement is computed in float64 from the sparse table of (class, cluster) counts, so its cost
-grows with the number of items, not with classes × clusters.
+Agreement is computed in float64 from the sparse table of (class, cluster) counts.
 """
 
 import math
@@ -16,25 +15,22 @@ from torch import Tensor
 from proximetry._util.labels import Labels, as_labels
 from proximetry._util.tensors import chunks
 from proximetry._util.types import FloatArray, IntArray
-from proximetry.metrics._search.embeddings import (
+from proximetry.metrics._search.similarities import full_precision, sampled_median, tiles
+from proximetry.metrics._search.validation import (
     Embeddings,
     as_count,
     as_embeddings,
     as_vectors,
     encode,
-    full_precision,
-    sampled_median,
-    tiles,
 )
 from proximetry.metrics.scores import CLUSTERING
 
 Average = Literal["arithmetic", "geometric"]
 
-# Entries of one tile of products: large enough to keep the device busy, small enough to be
-# negligible beside the embeddings.
+# Entries of one tile of products.
 _TILE = {"cpu": 2**22, "cuda": 2**27}
-# Most terms of the expected mutual information in memory.
-_TERMS = 2**21
+# Terms of the expected mutual information in memory.
+_MAX_TERMS = 2**21
 
 
 class _Table(NamedTuple):
@@ -56,7 +52,7 @@ class _Table(NamedTuple):
     def entropies(self) -> list[float]:
         """The entropies of classes and clusters; 0 for a single group."""
         sizes = self.row_sizes, self.column_sizes
-        return [float(np.sum(of / self.total * np.log(self.total / of))) for of in sizes]
+        return [float(np.sum(n / self.total * np.log(self.total / n))) for n in sizes]
 
 
 def _table(labels_true: Labels, labels_pred: Labels) -> _Table:
@@ -91,14 +87,14 @@ def _expected_mutual_information(table: _Table) -> float:
         small, large = large, small
     parts = []
     for a, times in zip(*small, strict=True):
-        for part in chunks(len(large[0]), max(1, _TERMS // (int(a) + 1))):
+        for part in chunks(len(large[0]), max(1, _MAX_TERMS // (int(a) + 1))):
             b, b_times = large[0][part], large[1][part]
             parts.append(float(times * np.sum(b_times * _overlap_terms(int(a), b, table.total))))
     return math.fsum(parts)
 
 
 def _overlap_terms(a: int, b: IntArray, total: int) -> FloatArray:
-    """E[n/N · log(N n / (a b))] for the overlap n of groups of size a and b among N items."""
+    """Return E[n/N · log(N n / (a b))] for the overlap n of groups of a and b of N items."""
     low = np.maximum(0, a + b - total)[:, None]
     high = np.minimum(a, b)[:, None]
     n = low + np.arange(int((high - low).max()) + 1)
@@ -114,7 +110,7 @@ def _overlap_terms(a: int, b: IntArray, total: int) -> FloatArray:
 
 
 def nmi(labels_true: Labels, labels_pred: Labels, average: Average = "arithmetic") -> float:
-    """Normalized mutual information of two labelings, in [0, 1].
+    """Compute the normalized mutual information of two labelings, in [0, 1].
 
     Mutual information divided by the mean of the two entropies: ``"arithmetic"``
     (H₁ + H₂)/2, scikit-learn's default and the choice of SoftTriple's code, or ``"geometric"``
@@ -134,7 +130,7 @@ def nmi(labels_true: Labels, labels_pred: Labels, average: Average = "arithmetic
 
 
 def ami(labels_true: Labels, labels_pred: Labels) -> float:
-    """Adjusted mutual information: 0 on average for random labelings, 1 for the same partition.
+    """Compute adjusted mutual information: 0 on average if random, 1 for the same partition.
 
     (MI − E[MI]) / ((H₁ + H₂)/2 − E[MI]) with the exact expectation over random labelings that
     have the same group sizes. Unlike ``nmi`` it does not grow with the number of groups.
@@ -200,8 +196,7 @@ def kmeans(
     the row farthest from its center; identical rows are never split, so data with fewer distinct
     rows than ``clusters`` leave clusters empty.
 
-    The same seed gives the same result on the same CPU; random numbers are drawn on the CPU, so
-    other devices differ by rounding alone.
+    Random numbers are drawn on the CPU, so results on other devices differ by rounding only.
     """
     vectors = as_vectors(embeddings, "euclidean", "embeddings")
     clusters, iterations = as_count(clusters, "clusters"), as_count(iterations, "iterations")

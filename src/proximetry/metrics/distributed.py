@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from proximetry._util.tensors import gather_rows
-from proximetry.metrics._search.embeddings import join_labels
-from proximetry.metrics._search.task import Items
+from proximetry.metrics._search.validation import Items, join_labels
 
 T = TypeVar("T")
 
@@ -20,7 +19,7 @@ def gather_sets(
 ) -> tuple[list[Items], slice]:
     """Return the gallery of all processes, the queries if any, and the share of this process.
 
-    Queries have the labels of all processes, which number the classes alike, but the vectors of
+    Queries have the labels of all processes, which are numbered the same way, but the vectors of
     this one. The share is a slice of all queries, or of the gallery.
     """
     if group is None:
@@ -35,35 +34,33 @@ def gather_sets(
     )
     if len(set(shapes)) > 1:
         listed = "; ".join(f"process {rank}: {shape}" for rank, shape in enumerate(shapes))
-        raise ValueError(f"the processes disagree about their embeddings ({listed})")
-    joined = []
+        raise ValueError(f"the processes have different kinds of embeddings ({listed})")
+    all_sets = []
     for name, items in zip(("embeddings", "queries"), sets, strict=False):
         labels, groups = zip(*gather_objects((items.labels, items.groups), group), strict=True)
         counts = [len(part) for part in labels]
         if not any(counts):
             raise ValueError(f"{name} is empty on every process")
-        ignored = None if items.groups is None else join_labels(groups)
-        joined.append(replace(items, labels=join_labels(labels), groups=ignored))
-    joined[0] = replace(joined[0], vectors=gather_rows(vectors, group)[0])
+        all_groups = None if items.groups is None else join_labels(groups)
+        all_sets.append(replace(items, labels=join_labels(labels), groups=all_groups))
+    all_sets[0] = replace(all_sets[0], vectors=gather_rows(vectors, group)[0])
     rank = dist.get_rank(group)
-    return joined, slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    return all_sets, slice(sum(counts[:rank]), sum(counts[: rank + 1]))
 
 
-def raise_on_all_ranks(task: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Run a task on every rank; raise on all ranks if any rank raises a ValueError."""
+def raise_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Call a function on every rank; raise on all ranks if any rank raises a ValueError."""
     if group is None:
-        return task()
-    done: list[T] = []
-    problem = ""
+        return function()
+    results, message = list[T](), ""
     try:
-        done.append(task())
+        results.append(function())
     except ValueError as error:
-        problem = str(error) or type(error).__name__
-    texts = gather_objects(problem, group)
-    problems = [f"process {rank}: {text}" for rank, text in enumerate(texts) if text]
-    if problems:
-        raise ValueError("; ".join(problems))
-    return done[0]
+        message = str(error) or type(error).__name__
+    messages = enumerate(gather_objects(message, group))
+    if errors := [f"process {rank}: {text}" for rank, text in messages if text]:
+        raise ValueError("; ".join(errors))
+    return results[0]
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:

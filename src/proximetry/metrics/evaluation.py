@@ -17,9 +17,10 @@ from proximetry._util.labels import Labels
 from proximetry._util.machine import by_device
 from proximetry._util.tensors import binary_codes, chunks
 from proximetry._util.types import FloatArray, IntArray, Progress, Similarity
-from proximetry.metrics._search.embeddings import Embeddings, as_count, full_precision, normalize
 from proximetry.metrics._search.neighbors import search
-from proximetry.metrics._search.task import NEVER, Task, build_task, check_inputs, first_hits
+from proximetry.metrics._search.problem import NEVER, SearchProblem, build_problem, first_hits
+from proximetry.metrics._search.similarities import full_precision, normalize
+from proximetry.metrics._search.validation import Embeddings, as_count, check_inputs
 from proximetry.metrics.clustering import cluster
 from proximetry.metrics.distributed import gather_objects, gather_sets
 from proximetry.metrics.intervals import (
@@ -35,7 +36,7 @@ from proximetry.metrics.reranking import (
     Reorder,
     by_k_reciprocity,
     by_vectors,
-    expand_task,
+    expand_problem,
 )
 from proximetry.metrics.retrieval import RetrievalResult
 from proximetry.metrics.scores import COUNTS, DEFAULT, Metrics, score_lists
@@ -167,15 +168,15 @@ class Evaluation(Mapping[str, float]):
         Raises:
             ValueError: if the queries differ.
         """
-        one, two = (each.classes[each.query_codes] for each in (self, other))
-        if not (np.array_equal(one, two) and np.array_equal(self.positives, other.positives)):
+        left, right = (each.classes[each.query_codes] for each in (self, other))
+        if not (np.array_equal(left, right) and np.array_equal(self.positives, other.positives)):
             raise ValueError("the evaluations are of different queries. Evaluate the same ones.")
-        shared = {
+        differences = {
             name: other.scores[name] - values
             for name, values in self.scores.items()
             if name in other.scores
         }
-        return self._intervals(shared, difference_bounds, by, confidence, samples, seed)
+        return self._intervals(differences, difference_bounds, by, confidence, samples, seed)
 
     def _intervals(
         self,
@@ -189,7 +190,7 @@ class Evaluation(Mapping[str, float]):
         if by not in get_args(ResampleBy):
             raise ValueError(f'by must be "class" or "query", got {by!r}')
         if not 0 < confidence < 1:
-            raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
+            raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
         if samples < 2:
             raise ValueError(f"samples must be at least 2, got {samples}")
         codes = self.query_codes[self.scored] if by == "class" else np.arange(self.scored.sum())
@@ -248,45 +249,45 @@ def evaluate(
     _check_metrics(metrics)
     _check_options(metrics.one_set(), similarity, queries is None, expand, rerank, binary)
     if as_count(candidates, "candidates", 0) and not binary:
-        raise ValueError(f"candidates needs binary=True, got candidates={candidates}")
+        raise ValueError(f"candidates without binary=True: {candidates}. Pass both or neither.")
     raw = (embeddings, labels, ignore_groups), (queries, query_labels, query_ignore_groups)
     is_shared = group is not None
     sets, share = gather_sets(lambda: check_inputs(similarity, *raw, allow_empty=is_shared), group)
     vectors = [items.vectors for items in sets]
     if binary:
         sets = [replace(items, vectors=binary_codes(items.vectors)) for items in sets]
-    task = build_task(sets, "hamming" if binary else similarity, share)
-    with full_precision(task.gallery.device):
+    problem = build_problem(sets, "hamming" if binary else similarity, share)
+    with full_precision(problem.gallery.device):
         if expand:
-            task = expand_task(task, int(expand), progress)
+            problem = expand_problem(problem, int(expand), progress)
         reorder, count = None, candidates
         if rerank:
-            reorder, count = by_k_reciprocity(task, progress), RERANKED
+            reorder, count = by_k_reciprocity(problem, progress), RERANKED
         elif candidates:
             query_vectors = vectors[1] if len(sets) == 2 else vectors[0][share]
             reorder = by_vectors(query_vectors, vectors[0], similarity)
-        evaluation = _score_task(task, metrics, group, progress, reorder, count)
+        evaluation = _score_problem(problem, metrics, group, progress, reorder, count)
         whole, verification = {}, None
         if metrics.clustering:
-            rows = normalize(task.gallery) if similarity == "cosine" else task.gallery
-            whole = cluster(rows, task.gallery_codes)
+            rows = normalize(problem.gallery) if similarity == "cosine" else problem.gallery
+            whole = cluster(rows, problem.gallery_codes)
         if metrics.verification and similarity != "hamming":
-            verification = verify_classes(vectors[0], task.gallery_codes, similarity=similarity)
+            verification = verify_classes(vectors[0], problem.gallery_codes, similarity=similarity)
             whole["verification"] = verification.accuracy
     return replace(evaluation, whole=whole, verification=verification)
 
 
 def _check_options(
-    whole: str, similarity: Similarity, one_set: bool, expand: int, rerank: bool, binary: bool
+    names: str, similarity: Similarity, has_one_set: bool, expand: int, rerank: bool, binary: bool
 ) -> None:
-    """Raise for combinations that do not apply; ``whole`` names the metrics of one set."""
+    """Raise for combinations that do not apply; ``names`` are the metrics that take one set."""
     second_stage = as_count(expand, "expand", 0) or rerank
-    if whole and not one_set:
-        raise ValueError(f"{whole} takes one set, not queries and a gallery")
-    if whole and (binary or similarity == "hamming"):
-        raise ValueError(f"{whole} takes embeddings, not codes")
-    if second_stage and (whole or binary):
-        raise ValueError(f"expand and rerank do not apply to {whole or 'binary codes'}")
+    if names and not has_one_set:
+        raise ValueError(f"{names} takes one set, not queries and a gallery")
+    if names and (binary or similarity == "hamming"):
+        raise ValueError(f"{names} takes embeddings, not codes")
+    if second_stage and (names or binary):
+        raise ValueError(f"expand and rerank do not apply to {names or 'binary codes'}")
     if expand and similarity != "cosine":
         raise ValueError(f"expand needs the similarity cosine, got {similarity}")
     if (rerank or binary) and similarity not in ("cosine", "euclidean"):
@@ -305,8 +306,8 @@ def _check_metrics(metrics: Metrics) -> None:
 def score_result(result: RetrievalResult, metrics: Metrics) -> Evaluation:
     """Score the lists of a `RetrievalResult`; raise if a metric needs longer lists."""
     _check_metrics(metrics)
-    if metrics.one_set():
-        raise ValueError(f"{metrics.one_set()} takes embeddings, not lists")
+    if names := metrics.one_set():
+        raise ValueError(f"{names} takes embeddings, not lists")
     if result.query_codes is None or result.classes is None or result.positives is None:
         raise ValueError("the search was made without labels. Pass labels to retrieve().")
     # A list that ends with an empty entry is complete.
@@ -328,20 +329,20 @@ def score_result(result: RetrievalResult, metrics: Metrics) -> Evaluation:
     return Evaluation(scores, result.query_codes, result.classes, result.positives)
 
 
-def _score_task(
-    task: Task,
+def _score_problem(
+    problem: SearchProblem,
     metrics: Metrics,
     group: dist.ProcessGroup | None,
     progress: Progress | None,
     reorder: Reorder | None,
     candidates: int,
 ) -> Evaluation:
-    """Score every query of a task; with a group, the queries of all processes.
+    """Score every query of a problem; with a group, the queries of all processes.
 
     ``reorder`` changes the order of the first ``candidates`` items of each list.
     """
-    count, device = len(task.queries), task.gallery.device
-    positives = task.positives()
+    count, device = len(problem.queries), problem.gallery.device
+    positives = problem.positives()
     values = {
         score.name: torch.empty(count, dtype=torch.float64, device=device)
         for score in metrics.scores()
@@ -350,21 +351,22 @@ def _score_task(
         depths, with_ranks = metrics.depths(positives), metrics.needs_ranks()
         if reorder is not None:
             depths, progress = depths.clamp_min(candidates), None  # reordering takes longer
-        for block in search(task, depths, with_ranks=with_ranks, progress=progress):
+        for block in search(problem, depths, with_ranks=with_ranks, progress=progress):
             for part in chunks(len(block.rows), by_device(device, **SCORED_ROWS)):
                 rows, ids = block.rows[part], block.ids[part]
                 if reorder is not None:
                     first = reorder(rows, ids[:, :candidates])
                     ids = torch.cat([first, ids[:, candidates:]], dim=1)
-                hits = task.hits(rows, ids)
+                hits = problem.hits(rows, ids)
                 ranks = first_hits(hits)
                 if block.ranks is not None:
                     ranks = torch.where(ranks < NEVER, ranks, block.ranks[part])
                 for name, value in score_lists(hits, positives[rows], ranks, metrics).items():
                     values[name][rows] = value
-    columns = [one.cpu().numpy() for one in (task.query_codes, positives, *values.values())]
+    tensors = problem.query_codes, positives, *values.values()
+    columns = [tensor.cpu().numpy() for tensor in tensors]
     if group is not None:
         shares = zip(*gather_objects(columns, group), strict=True)
         columns = [np.concatenate(share) for share in shares]
     scores = dict(zip(values, columns[2:], strict=True))
-    return Evaluation(scores, columns[0], task.classes, columns[1])
+    return Evaluation(scores, columns[0], problem.classes, columns[1])

@@ -1,8 +1,6 @@
 """Identification against distractors: the MegaFace protocol.
 
-Each trial takes a probe and one of its mates in the gallery and counts the distractors that are at
-least as near to the probe as the mate. Distractors are compared in tiles, so memory does not grow
-with their number.
+Each trial counts the distractors that are at least as near to a probe as one of its mates.
 """
 
 import math
@@ -19,15 +17,16 @@ from proximetry._util.labels import Labels
 from proximetry._util.machine import by_device
 from proximetry._util.tensors import chunks
 from proximetry._util.types import FloatArray, FloatSimilarity, IntArray, Progress
-from proximetry.metrics._search.embeddings import (
+from proximetry.metrics._search.similarities import full_precision, project
+from proximetry.metrics._search.validation import (
     Embeddings,
+    Items,
     as_count,
     as_vectors,
+    check_inputs,
     check_similarity,
     encode,
-    full_precision,
 )
-from proximetry.metrics._search.task import Items, check_inputs, project
 from proximetry.metrics.distributed import gather_objects, raise_on_all_ranks
 from proximetry.metrics.verification import allowed_accepts
 
@@ -97,10 +96,9 @@ def identify(
 ) -> Identification:
     """Rank every mate of every probe among the distractors.
 
-    Each pair of a probe and a mate (a gallery row with the same label) is a trial; other mates of
-    the probe are excluded from it. A distractor exactly as near as the mate counts against the
-    probe. Similarities are compared in float64, up to 1e-13 of the vectors' lengths, so copies of
-    a vector tie.
+    Each pair of a probe and a mate (a gallery row with the same label) is a trial, without other
+    mates of the probe. A distractor exactly as near as the mate counts against the probe. Scores
+    are float64 and tie up to 1e-13 of the vectors' lengths.
 
     Args:
         probes: [probes, dimensions].
@@ -155,8 +153,8 @@ def identify(
         distractor_count,
         int((trials.mates == 0).sum()),
         impostors,
-        {rate: float((accepts <= most).double().mean()) for rate, most in allowed.items() if most},
-        tuple(rate for rate, most in allowed.items() if not most),
+        {rate: float((accepts <= n).double().mean()) for rate, n in allowed.items() if n},
+        tuple(rate for rate, n in allowed.items() if not n),
     )
 
 
@@ -206,7 +204,7 @@ class _Trials:
 
     def _magnitude(self, probes: Tensor, gallery: Tensor) -> Tensor:
         """Return the size of the terms of each trial's similarity, to which rounding relates."""
-        lengths, others = (of.square().sum(1).sqrt() for of in (probes, gallery))
+        lengths, others = (rows.square().sum(1).sqrt() for rows in (probes, gallery))
         if self.similarity == "cosine":
             return torch.ones_like(lengths[self.probe])
         if self.similarity == "dot":
@@ -289,5 +287,5 @@ def _count(distractors: Embeddings | Iterable[Embeddings], group: dist.ProcessGr
     """Return the number of distractors on all processes, 0 if one of them streams."""
     local = len(distractors) if isinstance(distractors, Tensor | np.ndarray) else None
     counts = [local] if group is None else gather_objects(local, group)
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else 0
+    sizes = [count for count in counts if count is not None]
+    return sum(sizes) if len(sizes) == len(counts) else 0

@@ -14,8 +14,7 @@ from proximetry._util.types import FloatArray, IntArray
 _NO_SPREAD = 1e-12
 _STEPS = 100_000
 
-INTERVALS = "95 % bootstrap confidence interval, resampled by class"
-"""What `Evaluation.bootstrap` computes by default."""
+INTERVALS = "95 % bootstrap confidence interval, resampled by class"  # by default
 
 Bounds = Callable[[FloatArray, FloatArray, int, float], tuple[FloatArray, FloatArray]]
 
@@ -80,8 +79,7 @@ def difference_bounds(
 def _unseen(groups: int, confidence: float) -> float:
     """Return how far the mean may be off if all groups are the same.
 
-    This is the largest share of other groups that may not show up (Clopper-Pearson): 12 correct
-    classes of 12 give 73.5 to 100 %.
+    By Clopper-Pearson: 12 correct classes of 12 give 73.5 to 100 %.
     """
     return float(1 - ((1 - confidence) / 2) ** (1 / groups))
 

@@ -14,15 +14,14 @@ from torch import Tensor
 
 from proximetry._util.labels import Labels, as_array, as_labels
 from proximetry._util.types import FloatSimilarity, IntArray
-from proximetry.metrics._search.embeddings import (
+from proximetry.metrics._search.similarities import normalize, tiles
+from proximetry.metrics._search.validation import (
     Embeddings,
     as_count,
     as_embeddings,
     as_vectors,
     check_similarity,
     encode,
-    normalize,
-    tiles,
 )
 from proximetry.metrics.verification import Verification, verify
 
@@ -54,9 +53,9 @@ class PairList:
 def read_pairs(path: str | os.PathLike[str]) -> PairList:
     """Read LFW's ``pairs.txt``.
 
-    The first line gives the number of folds and of pairs of either kind per fold (``10  300``; a
-    single number means one fold). Then each fold lists its same-person pairs, ``name i j``, and
-    its different-person pairs, ``name1 i name2 j``.
+    The first line has the number of folds, 1 by default, and of pairs of either kind per fold:
+    ``10  300``. Each fold lists its same-person pairs, ``name i j``, then its different-person
+    pairs, ``name1 i name2 j``.
     """
     text = Path(path).read_text(encoding="utf-8-sig")
     lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
@@ -77,7 +76,7 @@ def read_pairs(path: str | os.PathLike[str]) -> PairList:
     numbers: dict[tuple[str, int], int] = {}
     pairs = []
     for at, (number, line) in enumerate(lines[1:]):
-        images = _pair(f"{path}, line {number}", line, same=at % (2 * each) < each)
+        images = _parse_pair(f"{path}, line {number}", line, same=at % (2 * each) < each)
         pairs.append([numbers.setdefault(image, len(numbers)) for image in images])
     index = np.arange(len(pairs))
     return PairList(
@@ -89,7 +88,7 @@ def read_pairs(path: str | os.PathLike[str]) -> PairList:
     )
 
 
-def _pair(where: str, line: str, *, same: bool) -> tuple[tuple[str, int], tuple[str, int]]:
+def _parse_pair(where: str, line: str, *, same: bool) -> tuple[tuple[str, int], tuple[str, int]]:
     fields = [f.strip() for f in line.split("\t")] if "\t" in line else line.split()
     shape = "'name i j' (same person)" if same else "'name1 i name2 j' (different people)"
     if len(fields) != (3 if same else 4):
@@ -114,8 +113,8 @@ class DrawnPairs(NamedTuple):
     folds: IntArray
 
 
-# Classes per fold, at least, for folds that share no class: with fewer, such folds compare too few
-# pairs of classes.
+# Folds share no class if there are this many classes per fold; with fewer, they would compare too
+# few pairs of classes.
 _CLASSES_PER_FOLD = 10
 
 
@@ -123,39 +122,37 @@ def draw_pairs(labels: Labels, pairs: int = 6000, folds: int = 10, seed: int = 0
     """Draw random pairs of rows in the layout of LFW: half of one class, in folds.
 
     For a same pair, a class is drawn and then two of its rows; for a different pair, two classes
-    and a row of each. A pair may be drawn twice. Every fold gets the same number of pairs.
-
-    With ten classes per fold or more, folds share no class. With fewer classes, every pair of
-    classes takes part, each in one fold.
+    and a row of each. A pair may be drawn twice. All folds have equally many pairs. They share no
+    class if there are at least ten per fold; else each pair of classes is in one fold.
     """
     pairs, folds = as_count(pairs, "pairs"), as_count(folds, "folds", 2)
     (codes,), _ = encode(as_labels(labels, len(labels), "labels"))
     members = np.split(np.argsort(codes, kind="stable"), np.cumsum(np.bincount(codes))[:-1])
-    several = sum(len(rows) > 1 for rows in members)
-    if len(members) < 4 or several < 2:
+    pairable = sum(len(rows) > 1 for rows in members)
+    if len(members) < 4 or pairable < 2:
         raise ValueError(
             "drawing pairs takes at least four classes, two of them with two images or more, "
-            f"got {len(members)} classes, {several} with two images"
+            f"got {len(members)} classes, {pairable} with two images"
         )
     draw = np.random.default_rng(seed)
     order = draw.permutation(len(members))
     # Classes of several rows first, so that every fold gets one.
     order = order[np.argsort([len(members[c]) < 2 for c in order], kind="stable")]
     few = len(members) < _CLASSES_PER_FOLD * folds
-    folds = min(folds, several)
+    folds = min(folds, pairable)
     each = max(1, pairs // (2 * folds))
     across = draw.permutation(list(combinations(order, 2))) if few else order[:0]
     drawn_pairs: list[IntArray] = []
     for fold in range(folds):
         inside = order[fold::folds]
-        able = [c for c in inside if len(members[c]) > 1]
+        usable = [c for c in inside if len(members[c]) > 1]
         if few:
-            drawn_pairs += _rows_of_classes(draw, members, [(c, c) for c in able], each)
+            drawn_pairs += _rows_of_classes(draw, members, [(c, c) for c in usable], each)
             drawn_pairs += _rows_of_classes(draw, members, across[fold::folds], each)
             continue
         for _ in range(each):
             drawn_pairs.append(
-                draw.choice(members[able[draw.integers(len(able))]], 2, replace=False)
+                draw.choice(members[usable[draw.integers(len(usable))]], 2, replace=False)
             )
         for _ in range(each):
             first, second = inside[draw.choice(len(inside), 2, replace=False)]
@@ -191,7 +188,7 @@ def verify_classes(
     folds: int = 10,
     seed: int = 0,
 ) -> Verification:
-    """Verification on labeled embeddings, with pairs from `draw_pairs`."""
+    """Verify labeled embeddings on pairs from `draw_pairs`."""
     sample = draw_pairs(labels, pairs, folds, seed)
     values = pair_similarities(embeddings, sample.pairs, similarity=similarity)
     return verify(values, sample.same, folds=sample.folds)
@@ -200,10 +197,10 @@ def verify_classes(
 def pair_similarities(
     embeddings: Embeddings, pairs: Tensor | npt.ArrayLike, *, similarity: FloatSimilarity = "cosine"
 ) -> Tensor:
-    """Similarity of each pair of rows, larger is nearer, on the device of the embeddings.
+    """Return the similarity of each pair of rows, on the device of the embeddings.
 
-    ``pairs`` is [M, 2]. ``"euclidean"`` gives the negative distance. A cosine with a zero vector
-    is 0.
+    Larger is nearer. ``pairs`` is [M, 2]. ``"euclidean"`` gives the negative distance. A cosine
+    with a zero vector is 0.
     """
     check_similarity(similarity, FloatSimilarity)
     vectors = as_vectors(embeddings, similarity, "embeddings")
@@ -272,7 +269,7 @@ def templates(
     if (totals == 0).any():
         raise ValueError(f"all weights of template {ids[totals == 0][0].item()!r} are 0")
     index, share = (
-        torch.from_numpy(of).to(vectors.device) for of in (codes, values / totals[codes])
+        torch.from_numpy(values).to(vectors.device) for values in (codes, values / totals[codes])
     )
     sums = torch.zeros(len(ids), vectors.shape[1], dtype=torch.float64, device=vectors.device)
     for tile in tiles(len(vectors), vectors.shape[1], vectors.device, _TILE):

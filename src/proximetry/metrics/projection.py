@@ -11,28 +11,22 @@ from torch import Tensor
 
 from proximetry._util.imports import import_optional
 from proximetry._util.machine import cores
-from proximetry.metrics._search.embeddings import (
-    Embeddings,
-    as_embeddings,
-    check_similarity,
-    normalize,
-)
+from proximetry.metrics._search.similarities import normalize
+from proximetry.metrics._search.validation import Embeddings, as_embeddings, check_similarity
 
-_Compared = Literal["cosine", "euclidean"]
+_MapSimilarity = Literal["cosine", "euclidean"]
 
-_DIM = 50
-"""Principal components that t-SNE starts from (van der Maaten and Hinton 2008)."""
+_DIM = 50  # principal components that t-SNE starts from (van der Maaten and Hinton 2008)
 _PERPLEXITY = 30.0
-_FEWEST = 10
+_MIN_VECTORS = 10
 
 
 def map_embeddings(
-    embeddings: Embeddings, *, similarity: _Compared = "cosine", seed: int = 0
+    embeddings: Embeddings, *, similarity: _MapSimilarity = "cosine", seed: int = 0
 ) -> npt.NDArray[np.float32]:
     """Place embeddings on a plane so that neighbors stay neighbors, by t-SNE.
 
-    Distances between groups and their sizes mean little. Fewer than ten embeddings are placed by
-    their two principal components.
+    Fewer than ten embeddings are placed by their two principal components.
 
     Args:
         embeddings: [N, D].
@@ -42,12 +36,12 @@ def map_embeddings(
     Returns:
         [N, 2], within the unit square and of one scale along both axes.
     """
-    check_similarity(similarity, _Compared)
+    check_similarity(similarity, _MapSimilarity)
     vectors = as_embeddings(embeddings).cpu()
     if similarity == "cosine":
         vectors = normalize(vectors)
     components = _principal_components(vectors.double(), _DIM)
-    if len(vectors) < _FEWEST or not bool(components.any()):
+    if len(vectors) < _MIN_VECTORS or not bool(components.any()):
         return _fit_square(components[:, :2].numpy())
     tsne = import_optional("openTSNE", "map", "A map of embeddings").TSNE(
         perplexity=min(_PERPLEXITY, (len(vectors) - 1) / 3),
@@ -60,7 +54,7 @@ def map_embeddings(
 
 
 def _principal_components(vectors: Tensor, count: int) -> Tensor:
-    """The coordinates along the directions of largest variance, [N, count]; 0 beyond the last."""
+    """Return coordinates [N, count] along the directions of largest variance, padded with 0."""
     centered = vectors - vectors.mean(0)
     _, directions = torch.linalg.eigh(centered.T @ centered)
     directions = directions.flip(1)[:, :count]

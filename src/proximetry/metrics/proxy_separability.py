@@ -10,12 +10,8 @@ import torch
 
 from proximetry._util.tensors import nearest_other_class
 from proximetry._util.types import IntArray
-from proximetry.metrics._search.embeddings import (
-    Embeddings,
-    as_embeddings,
-    full_precision,
-    normalize,
-)
+from proximetry.metrics._search.similarities import full_precision, normalize
+from proximetry.metrics._search.validation import Embeddings, as_embeddings
 from proximetry.metrics.scores import SEPARABILITY
 
 
@@ -23,7 +19,7 @@ from proximetry.metrics.scores import SEPARABILITY
 class Separability:
     """Sep_i of every class, and the mean over classes.
 
-    Lower is better: −1/(C − 1) is the least the mean can be, for C classes spread as a simplex.
+    Lower is better; the minimum of the mean is −1/(C − 1), for C classes on a simplex.
     """
 
     per_class: npt.NDArray[np.floating[Any]]
@@ -37,7 +33,7 @@ class Separability:
 
 
 SAME_DIRECTION = 0.95
-"""Proxies of a class whose cosine is at least this, that is within 18°, count as one."""
+"""Proxies of a class with at least this cosine (within 18°) count as one."""
 
 
 def distinct_proxies(proxies: Embeddings, cosine: float = SAME_DIRECTION) -> IntArray:

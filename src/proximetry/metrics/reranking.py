@@ -14,28 +14,18 @@ from proximetry._util.machine import by_device
 from proximetry._util.tensors import binary_codes as pack_signs
 from proximetry._util.tensors import chunks
 from proximetry._util.types import FloatArray, Progress
-from proximetry.metrics._search.embeddings import (
-    Embeddings,
-    as_count,
-    as_embeddings,
-    full_precision,
-    normalize,
-)
 from proximetry.metrics._search.neighbors import in_order, nearest, search
-from proximetry.metrics._search.task import Task
+from proximetry.metrics._search.problem import SearchProblem
+from proximetry.metrics._search.similarities import full_precision, normalize
+from proximetry.metrics._search.validation import Embeddings, as_count, as_embeddings
 
-ALPHA = 3.0
-"""Exponent of query expansion."""
-K1, K2, WEIGHT = 20, 6, 0.3
-"""Parameters of k-reciprocal re-ranking."""
-RERANKED = 100
-"""Number of nearest items that `evaluate(rerank=True)` re-ranks."""
-OVERSAMPLING = 20
-"""Candidates by code per requested neighbor, re-scored with full vectors."""
-FEWEST = 10
-"""Smallest k used for the number of candidates."""
+ALPHA = 3.0  # exponent of query expansion
+K1, K2, WEIGHT = 20, 6, 0.3  # parameters of k-reciprocal re-ranking
+RERANKED = 100  # items per query that `evaluate(rerank=True)` re-ranks
+OVERSAMPLING = 20  # candidates by code per neighbor, re-scored with full vectors
+MIN_K = 10  # smallest k used for the number of candidates
 # Values of vectors gathered together: 32 MB of float64.
-_GATHERED = 1 << 22
+_GATHERED_VALUES = 1 << 22
 # Distances of candidates among each other that are re-ranked together.
 _RERANKED_ENTRIES = {"cpu": 2**18, "cuda": 2**23}
 # Without it torch would take distances from products, and lose half of their digits.
@@ -48,8 +38,7 @@ Reorder = Callable[[Tensor, Tensor], Tensor]
 def binary_codes(embeddings: Embeddings) -> npt.NDArray[np.uint8]:
     """Return the packed binary codes of embeddings: the signs of their dimensions.
 
-    A bit is 1 where the entry is positive and 0 where it is negative or zero. There is no other
-    threshold and nothing is fitted: the code of a vector depends on that vector alone.
+    A bit is 1 where the entry is positive and 0 where it is negative or zero.
 
     Args:
         embeddings: [items, dimensions].
@@ -62,13 +51,13 @@ def binary_codes(embeddings: Embeddings) -> npt.NDArray[np.uint8]:
 
 def candidates(k: int) -> int:
     """Return the number of candidates by code for k neighbors."""
-    return max(k, FEWEST) * OVERSAMPLING
+    return max(k, MIN_K) * OVERSAMPLING
 
 
 def expand_queries(
     queries: Embeddings, neighbors: Embeddings, *, alpha: float = ALPHA
 ) -> FloatArray:
-    """Return queries moved towards their nearest neighbors, for a second search.
+    """Return queries expanded by their nearest neighbors, for a second search.
 
     α-weighted query expansion (Radenović et al. 2019): q + Σ max(0, cos(q, g))^α g over the n
     neighbors, all of unit length; the sum is scaled to unit length. α = 0 gives every neighbor
@@ -100,7 +89,7 @@ def expand_queries(
 def k_reciprocal_distances(
     queries: Embeddings, gallery: Embeddings, *, k1: int = K1, k2: int = K2, weight: float = WEIGHT
 ) -> FloatArray:
-    """Distances after k-reciprocal re-ranking (Zhong et al. 2017), [queries, gallery items].
+    """Return distances after k-reciprocal re-ranking (Zhong et al. 2017), [queries, gallery items].
 
     Items are near if they have neighbors in common that are neighbors of each other. All
     queries and gallery items are ranked together by their squared Euclidean distance d, which for
@@ -112,11 +101,11 @@ def k_reciprocal_distances(
     of V_q and V_g + λ · d / largest d of q, with λ = ``weight``. Equal distances are ranked by
     index.
 
-    It holds (queries + gallery items)² distances: give it the candidates of a search.
+    It holds (queries + gallery items)² distances in memory: pass the candidates of a search.
     """
     k1, k2 = as_count(k1, "k1"), as_count(k2, "k2")
     if not 0 <= weight <= 1:
-        raise ValueError(f"weight must lie between 0 and 1, got {weight!r}")
+        raise ValueError(f"weight must be between 0 and 1, got {weight!r}")
     first, second = as_embeddings(queries, "queries"), as_embeddings(gallery, "gallery")
     if first.shape[1] != second.shape[1]:
         raise ValueError(
@@ -153,7 +142,7 @@ def _k_reciprocal(items: Tensor, queries: int, k1: int, k2: int, weight: float) 
 
 
 def _relative_distances(items: Tensor) -> Tensor:
-    """Squared distances [B, n, n] of items [B, n, D], divided by the largest of each row."""
+    """Return squared distances [B, n, n] of items [B, n, D], divided by the largest of each row."""
     items = items - items[:, :1]  # so that no digits are lost far from the origin
     squares = items.square().sum(2)
     distances = squares.unsqueeze(2) + squares.unsqueeze(1) - 2 * items @ items.mT
@@ -163,26 +152,28 @@ def _relative_distances(items: Tensor) -> Tensor:
 
 
 def _reciprocal(ranks: Tensor, count: int, k: int) -> Tensor:
-    """Which of the items are among the k + 1 nearest of each other, [B, items, items]."""
+    """Return which items are among the k + 1 nearest of each other, [B, items, items]."""
     near = torch.zeros((*ranks.shape[:2], count), dtype=torch.bool, device=ranks.device)
     near.scatter_(2, ranks[..., : k + 1], True)
     return near & near.mT
 
 
-def expand_task(task: Task, count: int, progress: Progress | None) -> Task:
-    """Return the task with queries expanded by their nearest ``count`` items.
+def expand_problem(problem: SearchProblem, count: int, progress: Progress | None) -> SearchProblem:
+    """Return the problem with queries expanded by their nearest ``count`` items.
 
     Excluded items (the query itself, items of its group) do not take part.
     """
-    moved = torch.empty_like(task.queries)
-    depths = torch.full((len(moved),), count, device=moved.device)
-    for block in search(task, depths, with_ranks=False, progress=progress) if len(moved) else ():
-        for part in chunks(len(block.rows), _rows(block.ids, moved)):
+    result = torch.empty_like(problem.queries)
+    depths = torch.full((len(result),), count, device=result.device)
+    for block in (
+        search(problem, depths, with_ranks=False, progress=progress) if len(result) else ()
+    ):
+        for part in chunks(len(block.rows), _rows(block.ids, result)):
             rows, ids = block.rows[part], block.ids[part]
-            # A vector of zeros moves nothing.
-            near = task.gallery[ids.clamp_min(0)].masked_fill((ids < 0).unsqueeze(2), 0)
-            moved[rows] = torch.from_numpy(expand_queries(task.queries[rows], near)).to(moved)
-    return replace(task, queries=moved)
+            # A vector of zeros changes nothing.
+            near = problem.gallery[ids.clamp_min(0)].masked_fill((ids < 0).unsqueeze(2), 0)
+            result[rows] = torch.from_numpy(expand_queries(problem.queries[rows], near)).to(result)
+    return replace(problem, queries=result)
 
 
 def by_vectors(queries: Tensor, gallery: Tensor, similarity: str) -> Reorder:
@@ -213,10 +204,10 @@ def similarities_of(queries: Tensor, gallery: Tensor, ids: Tensor, similarity: s
     return scores.masked_fill_(ids < 0, -torch.inf)
 
 
-def by_k_reciprocity(task: Task, progress: Progress | None) -> Reorder:
+def by_k_reciprocity(problem: SearchProblem, progress: Progress | None) -> Reorder:
     """Order candidates by `k_reciprocal_distances` among the query and its candidates."""
-    queries, gallery = task.queries, task.gallery
-    if task.similarity == "cosine":
+    queries, gallery = problem.queries, problem.gallery
+    if problem.similarity == "cosine":
         queries, gallery = normalize(queries), normalize(gallery)
     done = 0
 
@@ -242,4 +233,4 @@ def by_k_reciprocity(task: Task, progress: Progress | None) -> Reorder:
 
 def _rows(ids: Tensor, vectors: Tensor) -> int:
     """Return the number of lists whose vectors are gathered together."""
-    return max(1, _GATHERED // (ids.shape[1] * vectors.shape[1]))
+    return max(1, _GATHERED_VALUES // (ids.shape[1] * vectors.shape[1]))

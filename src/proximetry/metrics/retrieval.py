@@ -17,9 +17,10 @@ import torch
 from proximetry._util.files import atomic_path
 from proximetry._util.labels import Labels
 from proximetry._util.types import IntArray, Progress, Similarity
-from proximetry.metrics._search.embeddings import Embeddings, as_count, full_precision
 from proximetry.metrics._search.neighbors import search
-from proximetry.metrics._search.task import build_task, check_inputs
+from proximetry.metrics._search.problem import build_problem
+from proximetry.metrics._search.similarities import full_precision
+from proximetry.metrics._search.validation import Embeddings, as_count, check_inputs
 from proximetry.metrics.reranking import similarities_of
 
 FORMAT = "proximetry.retrieval/1"
@@ -34,7 +35,7 @@ class RetrievalResult:
 
     Attributes:
         ids: gallery index of each neighbor, [queries, k]; −1 where there are fewer than k.
-        similarities: larger is nearer, −inf beside an id of −1. The cosine or dot product; for
+        similarities: larger is nearer, −inf where the id is −1. The cosine or dot product; for
             "euclidean" and "hamming" the negative distance.
         gallery_size: the number of items searched.
         similarity: "cosine", "euclidean", "dot" or "hamming".
@@ -103,10 +104,10 @@ class RetrievalResult:
 
         The most frequent come first. Queries without a positive do not count.
         """
-        missed = ~self.hits[:, 0] & (self.ids[:, 0] >= 0)
+        wrong = ~self.hits[:, 0] & (self.ids[:, 0] >= 0)
         if self.positives is not None:
-            missed &= self.positives > 0
-        pairs = zip(self.query_labels[missed], self.labels[missed, 0], strict=True)
+            wrong &= self.positives > 0
+        pairs = zip(self.query_labels[wrong], self.labels[wrong, 0], strict=True)
         return [(query, other, count) for (query, other), count in Counter(pairs).most_common()]
 
     def __getitem__(
@@ -127,15 +128,15 @@ class RetrievalResult:
     def top(self, k: int) -> RetrievalResult:
         """Return the result with lists of length k."""
         if as_count(k, "k") > self.k:
-            raise ValueError(f"k must lie between 1 and {self.k}, got {k}")
+            raise ValueError(f"k must be between 1 and {self.k}, got {k}")
         return replace(self, ids=self.ids[:, :k], similarities=self.similarities[:, :k])
 
     def __repr__(self) -> str:
         against = "each other" if self.is_self_search else f"{self.gallery_size} gallery items"
-        known = "no labels" if self.classes is None else f"{len(self.classes)} classes"
+        classes = "no labels" if self.classes is None else f"{len(self.classes)} classes"
         return (
             f"RetrievalResult({len(self)} queries against {against}, k={self.k}, "
-            f"similarity={self.similarity!r}, {known})"
+            f"similarity={self.similarity!r}, {classes})"
         )
 
     def __str__(self) -> str:
@@ -195,18 +196,17 @@ def retrieve(
 ) -> RetrievalResult:
     """Find the k nearest gallery items of every query, exactly.
 
-    The order is computed in the precision of the vectors, usually float32, as in `evaluate`. For
-    "euclidean", the returned distances are computed in float64 from the differences.
+    The order is computed in the precision of the vectors, as in `evaluate`; the returned Euclidean
+    distances in float64 from the differences.
 
     Args:
         embeddings: the gallery, [items, dimensions]: a torch tensor on any device or a NumPy
             array, of any floating type (half precision is computed in float32); packed ``uint8``
             codes for "hamming".
         labels: one integer or string per gallery item, to mark hits.
-        queries: vectors to search for; without them every gallery item is a query against all
-            others.
+        queries: vectors to search for; by default every gallery item, against all others.
         query_labels: one per query, if there are labels.
-        k: neighbors per query; all there are if the gallery is smaller.
+        k: neighbors per query; all items if the gallery is smaller.
         similarity: "cosine", "euclidean", "dot" or "hamming".
         ignore_groups: one integer or string per gallery item; items of a query's group (same
             burst, same camera) are excluded. If queries are also gallery items, pass row indices
@@ -220,19 +220,19 @@ def retrieve(
     k = as_count(k, "k")
     raw = (embeddings, labels, ignore_groups), (queries, query_labels, query_ignore_groups)
     sets = check_inputs(similarity, *raw, allow_unlabeled=True)
-    task = build_task(sets, similarity)
-    count, device = len(task.queries), task.gallery.device
+    problem = build_problem(sets, similarity)
+    count, device = len(problem.queries), problem.gallery.device
     # Without itself, an item has one neighbor fewer.
-    depth = max(1, min(k, len(task.gallery) - (task.self_index is not None)))
+    depth = max(1, min(k, len(problem.gallery) - (problem.self_index is not None)))
     ids = np.empty((count, depth), dtype=np.int64)
-    wide = task.gallery.dtype == torch.float64
+    wide = problem.gallery.dtype == torch.float64
     similarities = np.empty((count, depth), dtype=np.float64 if wide else np.float32)
     with full_precision(device):
         depths = torch.full((count,), depth, device=device)
-        for block in search(task, depths, with_ranks=False, progress=progress):
+        for block in search(problem, depths, with_ranks=False, progress=progress):
             near = block.similarities
             if similarity == "euclidean":
-                # In 2 q·g − |q|² − |g|² half of their digits were lost.
+                # 2 q·g − |q|² − |g|² loses half of the digits.
                 queries = sets[-1].vectors[block.rows]
                 near = similarities_of(queries, sets[0].vectors, block.ids, similarity)
             rows = block.rows.cpu().numpy()
@@ -241,12 +241,11 @@ def retrieve(
     arrays = {}
     if labels is not None:
         arrays = {
-            "query_codes": task.query_codes.cpu().numpy(),
-            "gallery_codes": task.gallery_codes.cpu().numpy(),
-            "classes": task.classes,
-            "positives": task.positives().cpu().numpy(),
+            "query_codes": problem.query_codes.cpu().numpy(),
+            "gallery_codes": problem.gallery_codes.cpu().numpy(),
+            "classes": problem.classes,
+            "positives": problem.positives().cpu().numpy(),
         }
-    excludes_self = task.self_index is not None
-    return RetrievalResult(
-        ids, similarities, len(task.gallery), similarity, excludes_self, **arrays
-    )
+    is_self_search = problem.self_index is not None
+    size = len(problem.gallery)
+    return RetrievalResult(ids, similarities, size, similarity, is_self_search, **arrays)

@@ -16,58 +16,54 @@ from proximetry._util.errors import UsageError, is_integer
 if TYPE_CHECKING:
     from torch import Tensor
 
-CLUSTERING = ("nmi", "nmi_geometric", "ami", "f1")
-"""What `proximetry.metrics.cluster` reports."""
-ONE_SET = (*CLUSTERING, "verification")
-"""Metrics of a whole set, not of single queries."""
-SEPARABILITY = ("separability", "mean_angle", "smallest_angle")
-"""Metrics of proxies: `proximetry.metrics.Separability.scores`."""
-_LARGEST_CUTOFF = 1_000_000  # the ideal list is in memory
-COUNTS = ("queries", "queries_without_positive")
-"""Numbers of queries used and skipped."""
+CLUSTERING = ("nmi", "nmi_geometric", "ami", "f1")  # of `proximetry.metrics.cluster`
+ONE_SET = (*CLUSTERING, "verification")  # of a set, not of single queries
+SEPARABILITY = ("separability", "mean_angle", "smallest_angle")  # of proxies
+COUNTS = ("queries", "queries_without_positive")  # numbers of queries used and skipped
+_MAX_CUTOFF = 1_000_000  # the ideal list is in memory
 
 
 @dataclass(frozen=True)
 class RankedLists:
     """Ranked lists of some queries, and the running sums that formulas share.
 
-    Lists may end early: what is missing is no hit.
+    Lists may end early: missing items are not hits.
     """
 
-    hits: Tensor  # 1 where a positive stands, else 0; float64, [queries, places]
+    hits: Tensor  # 1 where a positive is, else 0; float64, [queries, ranks]
     positives: Tensor  # R, the number of positives of a query
     ranks: Tensor  # rank of the first positive, from 1
 
     @cached_property
     def counts(self) -> Tensor:
-        """Hits up to each place."""
+        """Hits up to each rank."""
         return self.hits.cumsum(1)
 
     @cached_property
     def precisions(self) -> Tensor:
-        """The precision at each hit, summed up to each place."""
-        return (self.counts / self.places(self.hits.shape[1]) * self.hits).cumsum(1)
+        """The precision at each hit, summed up to each rank."""
+        return (self.counts / self.up_to(self.hits.shape[1]) * self.hits).cumsum(1)
 
     @cached_property
     def gains(self) -> Tensor:
-        """DCG: (2^r − 1) / log2(i + 1), with r either 0 or 1, summed up to each place i."""
-        return (self.hits / (self.places(self.hits.shape[1]) + 1).log2()).cumsum(1)
+        """DCG: (2^r − 1) / log2(i + 1), with r either 0 or 1, summed up to each rank i."""
+        return (self.hits / (self.up_to(self.hits.shape[1]) + 1).log2()).cumsum(1)
 
     def best_gain(self, k: int) -> Tensor:
-        """DCG of the best list of k, which has min(k, R) hits in front."""
-        best = (1.0 / (self.places(k) + 1).log2()).cumsum(0)
+        """Return the DCG of the best list of k, which starts with min(k, R) hits."""
+        best = (1.0 / (self.up_to(k) + 1).log2()).cumsum(0)
         return best[self.positives.clamp(1, k) - 1]
 
-    def places(self, count: int) -> Tensor:
-        """1, 2, … count."""
+    def up_to(self, count: int) -> Tensor:
+        """Return 1, 2, … count."""
         return self.hits.new_ones(count).cumsum(0)
 
     def at(self, sums: Tensor, k: int) -> Tensor:
-        """Running sums at place k."""
+        """Return running sums at rank k."""
         return sums[:, min(k, sums.shape[1]) - 1]
 
     def at_r(self, sums: Tensor) -> Tensor:
-        """Running sums at place R of each query."""
+        """Return running sums at rank R of each query."""
         last = self.positives.clamp(1, sums.shape[1]) - 1
         return sums.gather(1, last[:, None])[:, 0]
 
@@ -76,7 +72,7 @@ class Score(NamedTuple):
     """One number per query.
 
     ``field`` of `Metrics` selects it. ``reads`` is the input of the formula: the rank of the first
-    positive ("first"), the first k places ("k"), or the first R, the number of positives ("R").
+    positive ("first"), the first k items ("k"), or the first R, the number of positives ("R").
     """
 
     name: str
@@ -105,9 +101,8 @@ def _cutoffs(values: Any, name: str) -> tuple[int, ...]:
     several = isinstance(values, Iterable) and not isinstance(values, str)
     numbers = tuple(values) if several else (values,)
     for number in numbers:
-        if not is_integer(number) or number > _LARGEST_CUTOFF:
-            limits = f"from 1 to {_LARGEST_CUTOFF}"
-            raise UsageError(f"{name} must be integers {limits}, got {number!r}")
+        if not is_integer(number) or number > _MAX_CUTOFF:
+            raise UsageError(f"{name} must be integers from 1 to {_MAX_CUTOFF}, got {number!r}")
     return tuple(sorted({int(number) for number in numbers}))
 
 
@@ -115,7 +110,7 @@ def _cutoffs(values: Any, name: str) -> tuple[int, ...]:
 class Metrics:
     """Which metrics to compute, in the order of reporting.
 
-    A field ending in ``_at`` holds the cut-offs k at which its metric is computed.
+    A field ending in ``_at`` holds the cut-offs k of its metric.
     """
 
     recall_at: tuple[int, ...] = _setting(

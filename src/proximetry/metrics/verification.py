@@ -1,7 +1,6 @@
-"""Verification: are two images of the same person (or thing)?
+"""Verification: decide whether two images are of the same class.
 
-Similarities are "larger is nearer" throughout, and a pair is called the same when its similarity
-is at least the threshold. Curves and rates are float64.
+Larger similarities are nearer; a pair is accepted if its similarity is at least the threshold.
 """
 
 import math
@@ -16,7 +15,7 @@ from torch import Tensor
 from proximetry._util.formatting import join_first
 from proximetry._util.labels import Labels, as_array, as_labels
 from proximetry._util.types import FloatArray, IntArray
-from proximetry.metrics._search.embeddings import encode
+from proximetry.metrics._search.validation import encode
 
 Values = Tensor | npt.NDArray[Any] | Sequence[float]
 Truth = Tensor | npt.NDArray[Any] | Sequence[bool]
@@ -103,7 +102,7 @@ class _Tally:
         return float((before + share * (after - before)) / different)
 
     def tar_at_far(self, far: float) -> float | None:
-        """None where the rate is too low to be measured."""
+        """Return the rate; None if it is too low to be measured."""
         allowed = allowed_accepts(far, self.totals[0])
         if allowed < 1:
             return None
@@ -112,7 +111,7 @@ class _Tally:
 
     def best_threshold(self) -> float:
         right = self.same + (self.totals[0] - self.different)
-        best = int(np.argmax(right))  # thresholds fall, so the first is the highest
+        best = int(np.argmax(right))  # thresholds are descending, so the first is the highest
         if best in (0, len(right) - 1):
             return math.inf if best == 0 else -math.inf
         above, below = self.thresholds[best], self.thresholds[best + 1]
@@ -130,7 +129,7 @@ def allowed_accepts(far: float, different: int) -> int:
     return nearest if math.isclose(exact, nearest, rel_tol=1e-12) else math.floor(exact)
 
 
-def _checked(similarities: Values, same: Truth) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
+def _validate(similarities: Values, same: Truth) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
     values, truth = as_array(similarities, "similarities"), as_array(same, "same")
     if values.dtype.kind not in "biuf" or values.ndim != 1 or not len(values):
         got = f"{values.dtype} of shape {values.shape}"
@@ -152,36 +151,39 @@ def _checked(similarities: Values, same: Truth) -> tuple[FloatArray, npt.NDArray
 
 
 def roc(similarities: Values, same: Truth) -> Roc:
-    """The ROC curve, all its points, ties accepted together."""
-    return _Tally(*_checked(similarities, same)).roc()
+    """Return the ROC curve: all its points, ties accepted together."""
+    return _Tally(*_validate(similarities, same)).roc()
 
 
 def auc(similarities: Values, same: Truth) -> float:
-    """Area under the ROC curve: how often a same pair beats a different one, a tie being half."""
-    return _Tally(*_checked(similarities, same)).auc()
+    """Compute the area under the ROC curve: how often a same pair beats a different one.
+
+    A tie counts as a half.
+    """
+    return _Tally(*_validate(similarities, same)).auc()
 
 
 def eer(similarities: Values, same: Truth) -> float:
-    """Equal error rate: where false accepts (FAR) and false rejects (1 − TAR) are as frequent.
+    """Compute the equal error rate: where false accepts and false rejects are as frequent.
 
     Between two points the ROC curve is taken to be a straight line.
     """
-    return _Tally(*_checked(similarities, same)).eer()
+    return _Tally(*_validate(similarities, same)).eer()
 
 
 def tar_at_far(similarities: Values, same: Truth, far: float) -> float:
-    """The most same pairs that can be accepted with at most a fraction ``far`` of false accepts.
+    """Return the largest fraction of same pairs accepted at a false accept rate of at most ``far``.
 
-    No interpolation: a threshold that really exists. A ``far`` below one in the number of
+    There is no interpolation between thresholds. A ``far`` below one in the number of
     different pairs cannot be measured and raises.
     """
-    tally = _Tally(*_checked(similarities, same))
+    tally = _Tally(*_validate(similarities, same))
     rate = tally.tar_at_far(far)
     if rate is None:
         different = tally.totals[0]
         raise ValueError(
-            f"a FAR of {far:g} cannot be measured with {different} different pairs; the least "
-            f"is 1/{different} = {1 / different:.3g}"
+            f"a FAR of {far:g} cannot be measured with {different} different pairs; the "
+            f"smallest is 1/{different} = {1 / different:.3g}"
         )
     return rate
 
@@ -193,17 +195,14 @@ def verify(
     folds: int | Labels = 10,
     far: Sequence[float] = (1e-1, 1e-2, 1e-3),
 ) -> Verification:
-    """The LFW / YTF protocol over pairs.
+    """Verify pairs by the protocol of LFW and YTF.
 
-    For each fold the threshold is chosen on all other folds, where it makes the most decisions
-    right, and evaluated on the fold. Candidates are all that can differ: the midpoints between
-    neighboring similarities, and ±∞ (accept nothing, accept everything); among equally good
-    ones the highest wins, which accepts the fewest. ``folds`` is a number (the pairs are cut
-    into that many blocks in their order, as LFW lists them) or one fold id per pair.
-
-    The curve, AUC, EER and TAR at each ``far`` use all pairs together.
+    For each fold, the threshold with the highest accuracy on the other folds is evaluated on the
+    fold. Candidates are the midpoints between neighboring similarities, and ±∞; of equally good
+    ones, the highest. ``folds`` is a number of blocks of consecutive pairs, as in LFW's list, or
+    one fold id per pair. The curve, AUC, EER and TAR at each ``far`` use all pairs.
     """
-    values, truth = _checked(similarities, same)
+    values, truth = _validate(similarities, same)
     parts, names = _folds(folds, truth)
     thresholds, accuracies = np.empty(len(names)), np.empty(len(names))
     for fold in range(len(names)):
@@ -229,7 +228,7 @@ def verify(
 
 
 def _folds(folds: int | Labels, truth: npt.NDArray[np.bool_]) -> tuple[IntArray, npt.NDArray[Any]]:
-    """The fold number of every pair, and the name of every fold."""
+    """Return the fold number of every pair, and the name of every fold."""
     if isinstance(folds, (int, np.integer)):
         if not 2 <= folds <= len(truth):
             raise ValueError(f"folds must be from 2 to the number of pairs, got {folds}")
@@ -239,10 +238,10 @@ def _folds(folds: int | Labels, truth: npt.NDArray[np.bool_]) -> tuple[IntArray,
         if len(names) < 2:
             raise ValueError(f"at least two folds are needed, got only {names[0].item()!r}")
     same = np.bincount(parts, truth, len(names))
-    lacking = np.flatnonzero((same == 0) | (same == np.bincount(parts)))
-    if len(lacking):
+    incomplete = np.flatnonzero((same == 0) | (same == np.bincount(parts)))
+    if len(incomplete):
         raise ValueError(
-            f"fold {names[lacking[0]].item()!r} lacks pairs of one kind; each fold needs same and "
-            "different pairs: give fold ids that mix them (folds=…), or order the pairs by fold"
+            f"fold {names[incomplete[0]].item()!r} lacks same or different pairs. Pass fold ids "
+            "that mix them (folds=…), or order the pairs by fold."
         )
     return parts, names

@@ -1,7 +1,4 @@
-"""Resolve `auto` in a recipe: the fastest way to train on a device, and the number of epochs.
-
-`choose` needs a few facts about the device and the images only, so it works for any device.
-"""
+"""Resolve `auto` in a recipe: the fastest way to train on a device, and the number of epochs."""
 
 import math
 from dataclasses import dataclass
@@ -14,17 +11,14 @@ from proximetry.recipe.schema import AUTO, Recipe
 
 # `training.epochs: auto`, from benchmarks/default-recipe-search: more epochs for tiny sets, to
 # get enough steps; fewer for large ones.
-EPOCHS, EPOCHS_ON_CPU, FEWEST_EPOCHS = 30, 12, 5
-LEAST_STEPS = 100
-MOST_IMAGES = 10_000_000
+EPOCHS, EPOCHS_ON_CPU, MIN_EPOCHS = 30, 12, 5
+MIN_STEPS = 100
+MAX_IMAGES = 10_000_000
 
-PIXELS_SHARE = 1 / 3
-"""Share of a GPU's free memory for pixels; the rest is for activations and the CUDA graph."""
+PIXELS_SHARE = 1 / 3  # of a GPU's free memory; the rest is for activations and the CUDA graph
+MEMORY_SHARE = 2 / 3  # of the free memory; larger caches are read from disk in each epoch
 
-MEMORY_SHARE = 2 / 3
-"""Share of the free memory for pixels; larger caches are read from disk again and again."""
-
-# A resumed run keeps these choices. The cache may differ: it does not change results.
+# A resumed run keeps these choices; the cache does not change results.
 _RESUMED = ("training.precision", "training.cuda_graph", "training.epochs", "schedule.every")
 
 _CACHES = {
@@ -66,8 +60,8 @@ def choose(
 ) -> tuple[Recipe, list[str]]:
     """Replace every ``auto``; return the recipe, and lines that describe the choices.
 
-    Explicit values stay, possible or not. ``storage`` is None where ``data.cache`` does not apply;
-    ``origin`` then describes where the rows are read from. ``images`` is the number to train on.
+    Explicit values are kept. ``storage`` is None if ``data.cache`` does not apply; ``origin`` then
+    describes where the rows are read from. ``images`` is the number to train on.
     """
     training, before = recipe.training, flatten(recipe.to_dict())
     cache, source = ("none", origin) if storage is None else _choose_cache(recipe, device, storage)
@@ -115,8 +109,8 @@ def choose(
 def choose_epochs(images: int, batch_size: int, cuda: bool) -> int:
     """Return the number of epochs for a number of training images."""
     steps_per_epoch = max(1, images // batch_size)
-    enough = max(EPOCHS if cuda else EPOCHS_ON_CPU, math.ceil(LEAST_STEPS / steps_per_epoch))
-    return min(enough, max(FEWEST_EPOCHS, MOST_IMAGES // images))
+    needed = max(EPOCHS if cuda else EPOCHS_ON_CPU, math.ceil(MIN_STEPS / steps_per_epoch))
+    return min(needed, max(MIN_EPOCHS, MAX_IMAGES // images))
 
 
 def keep_choices(recipe: Recipe, saved: Recipe) -> Recipe:

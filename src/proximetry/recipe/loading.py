@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).parent / "recipes"
 MAX_FILE_BYTES = 100_000
 
-# Keys that older recipes contain, with the only value that still loads.
+# Keys that records of older runs contain, with the only value that still loads.
 REMOVED = {"loss.center": 0.0, "loss.quantization": 0.0}
 
 # Defaults of the keys whose change resets other keys.
@@ -80,7 +80,7 @@ def read_yaml(path: Path, kind: str) -> dict[str, Any]:
     except ValueError as error:
         raise RecipeError(str(error)) from error
     if not isinstance(values, dict):
-        raise RecipeError(f"{path} holds no {kind}: expected keys and values")
+        raise RecipeError(f"{path} is not a {kind}: expected keys and values")
     return values
 
 
@@ -135,38 +135,17 @@ def merge(
 ) -> dict[str, Any]:
     """Return nested values with changes, and without the keys that the changes make meaningless.
 
-    Another loss resets its settings, another image size the sizes that belong to it, new bits or
-    dimensions those that do not fit, a frozen backbone its stochastic depth. In a ``whole`` recipe,
-    unlike in overrides of one, a missing key has its default.
+    In a ``whole`` recipe, unlike in overrides of one, a missing key has its default.
     """
     old, new = (flatten(overlay({}, part)) for part in (values, changes))
-
-    def differs(key: str) -> bool:
-        return key in new and (whole or key in old) and new[key] != old.get(key, DEFAULTS[key])
-
-    def reset(*keys: str) -> None:
-        for key in keys:
-            old.pop(key, None)
-
-    if new.get("model.bits") is not None:
-        reset("model.dim", "model.pca_dim", "model.whitening", "evaluation.eval_dims")
-    dim, pca_dim = new.get("model.dim"), old.get("model.pca_dim")
-    no_pca = "model.pca_dim" in new and new["model.pca_dim"] is None
-    if "model.pca_dim" not in new and type(dim) is int and type(pca_dim) is int:
-        no_pca = dim <= pca_dim and differs("model.dim")
-    if no_pca:
-        reset("model.pca_dim", "model.whitening")
-    after, dims = {**old, **new}, old.get("evaluation.eval_dims")
-    width = after.get("model.pca_dim") or after.get("model.dim")
-    resized = "model.dim" in new or "model.pca_dim" in new
-    if resized and type(width) is int and isinstance(dims, list | tuple):
-        old["evaluation.eval_dims"] = [d for d in dims if type(d) is not int or d < width]
-    if new.get("model.image_size") is not None and differs("model.image_size"):
-        reset("model.resize", "data.crop_size", "data.short_side")
-    if new.get("model.freeze_backbone"):
-        reset("model.drop_path")
-    if differs("loss.name"):
-        reset("loss.settings")
+    for key in _meaningless_keys(old, new, whole):
+        old.pop(key, None)
+    dims = old.get("evaluation.eval_dims")
+    if {"model.dim", "model.pca_dim"} & {*new} and isinstance(dims, list | tuple):
+        after = {**old, **new}
+        width = after.get("model.pca_dim") or after.get("model.dim")
+        if type(width) is int:
+            old["evaluation.eval_dims"] = [d for d in dims if type(d) is not int or d < width]
     merged = overlay(overlay({}, old), changes)
     bits, model = new.get("model.bits", old.get("model.bits")), merged.get("model")
     if whole and type(bits) is int and 1 <= bits <= LARGEST_BITS and isinstance(model, dict):
@@ -174,14 +153,38 @@ def merge(
     return merged
 
 
+def _meaningless_keys(old: Mapping[str, Any], new: Mapping[str, Any], whole: bool) -> list[str]:
+    """Return the flat keys of old values that make no sense beside new ones."""
+
+    def differs(key: str) -> bool:
+        return key in new and (whole or key in old) and new[key] != old.get(key, DEFAULTS[key])
+
+    dim, pca_dim = new.get("model.dim"), old.get("model.pca_dim")
+    if "model.pca_dim" in new:
+        drops_pca = new["model.pca_dim"] is None
+    else:
+        is_wider = type(dim) is int and type(pca_dim) is int and pca_dim >= dim
+        drops_pca = is_wider and differs("model.dim")
+    has_bits = new.get("model.bits") is not None
+    resized = new.get("model.image_size") is not None and differs("model.image_size")
+    rules = (
+        (has_bits, "model.dim evaluation.eval_dims"),
+        (has_bits or drops_pca, "model.pca_dim model.whitening"),
+        (resized, "model.resize data.crop_size data.short_side"),
+        (new.get("model.freeze_backbone"), "model.drop_path"),
+        (differs("loss.name"), "loss.settings"),
+    )
+    return [key for applies, keys in rules if applies for key in keys.split()]
+
+
 def resets(values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[str]:
     """Return one line per change that makes `merge` reset keys that no change names."""
     before, after = flatten(overlay({}, values)), flatten(merge(values, changes))
-    named, lines = flatten(overlay({}, changes)), []
-    lost = {key: old for key, old in before.items() if key not in named and after.get(key) != old}
-    for cause, value in named.items() if lost else ():
-        alone = flatten(merge(values, {cause: value}))
-        keys = [key for key, old in lost.items() if alone.get(key) != old]
+    new, lines = flatten(overlay({}, changes)), []
+    lost = {key: old for key, old in before.items() if key not in new and after.get(key) != old}
+    for cause, value in new.items() if lost else ():
+        result = flatten(merge(values, {cause: value}))
+        keys = [key for key, old in lost.items() if result.get(key) != old]
         if keys:
             settings = ", ".join(f"{key} ({format_value(lost.pop(key))})" for key in keys)
             lines.append(f"{cause} {format_value(value)} also resets {settings}")
@@ -244,7 +247,7 @@ def validation_message(error: ValidationError, model: type[BaseModel]) -> str:
             allowed = re.findall(r"'([^']+)'", context["expected"])
             near = suggest(value if isinstance(value, str) else "", allowed)
             return f"{where} is {format_value(value)}{near}"
-        case "value_error":  # raised by a validator of ours
+        case "value_error":  # raised by a validator here
             reason = str(context["error"])
             if re.split(r"[.: ]", reason, maxsplit=1)[0] in _known_keys(model, where):
                 return f"{where}.{reason}".lstrip(".")

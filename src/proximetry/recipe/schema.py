@@ -1,7 +1,6 @@
 """The keys of a recipe: type, default, limits and help of each, declared once.
 
-The YAML reader, the options of `proximetry train` and the reference in docs/ follow from the
-declarations. `Recipe.load` makes a recipe and `Recipe.override` changes one.
+The YAML reader, the options of `proximetry train` and docs/recipe_keys.md are generated from them.
 """
 
 from __future__ import annotations
@@ -72,22 +71,22 @@ def _or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 AUTO: Any = "auto"  # of any type, since it stands for numbers and flags too
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Whole = Annotated[int, Field(strict=True, le=10**9)]
+Integer = Annotated[int, Field(strict=True, le=10**9)]
 Flag = Annotated[bool, Field(strict=True)]
-Count = Annotated[Whole, Field(ge=1)]
+Count = Annotated[Integer, Field(ge=1)]
 Side = Annotated[Count, Field(le=LARGEST_SIDE)]
 Dim = Annotated[Count, Field(le=LARGEST_DIM)]
 Bits = Annotated[Count, Field(multiple_of=8, le=LARGEST_BITS)]
-Setting = bool | Whole | Number | str
+Setting = bool | Integer | Number | str
 Text = Annotated[str, AfterValidator(_check_text)]
 UserPath = Annotated[Text, AfterValidator(os.path.expanduser)]
-# These may be "auto" until `auto.choose` sets a value, before anything computes with it.
+# These may be "auto" until `auto.choose` sets a value.
 AutoCount = Annotated[Count, WrapValidator(_or_auto)]
 AutoFlag = Annotated[Flag, WrapValidator(_or_auto)]
 Protocol = Literal["held_out", "last", "paper"]
 
-# What a key that does not change the result of a step is about: text for people, a path on this
-# machine, speed and reporting, or when the run ends.
+# Roles of keys that do not change the result of a step: text for people, a path on this machine,
+# speed and reporting, or when the run ends.
 Role = Literal["metadata", "path", "runtime", "duration"]
 
 
@@ -108,7 +107,7 @@ class DataConfig(Section):
     dataset: str = _key("folder", "a dataset that `proximetry datasets` lists")
     root: UserPath | None = _key(None, "path of the images; glyphs need none", role="path")
     columns: dict[str, Text] = _key(
-        {}, "names of a table's columns that differ from ours: path=file,label=category"
+        {}, "names of columns in a table if they differ: path=file,label=category"
     )
     short_side: Side | None = _key(
         None, "short side of the images in the pixel cache; null takes model.resize"
@@ -127,9 +126,9 @@ class DataConfig(Section):
     color_jitter: Number = _key(
         0.0, "strength of random brightness, contrast and saturation, as in ColorJitter", ge=0, le=1
     )
-    hue: Number = _key(0.0, "largest random hue shift, as in ColorJitter", ge=0, le=0.5)
+    hue: Number = _key(0.0, "maximum random hue shift, as in ColorJitter", ge=0, le=0.5)
     grayscale: Number = _key(0.0, "probability of converting an image to grayscale", ge=0, le=1)
-    batch_size: Count = _key(180, "images per step, over all processes together", le=10**6)
+    batch_size: Count = _key(180, "images per step, over all processes", le=10**6)
     sampler: Literal["shuffled", "balanced", "streamed"] = _key(
         "shuffled",
         "balanced draws images_per_class images of each class in a batch; streamed reads "
@@ -152,18 +151,18 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        known, (low, high), (narrow, wide) = list_datasets(), self.crop_scale, self.crop_ratio
-        if self.dataset not in known and not self.dataset.startswith(CUSTOM):
+        names, (low, high), (narrow, wide) = list_datasets(), self.crop_scale, self.crop_ratio
+        if self.dataset not in names and not self.dataset.startswith(CUSTOM):
             raise ValueError(
-                f"dataset is {format_value(self.dataset)}{suggest(self.dataset, known)}"
+                f"dataset is {format_value(self.dataset)}{suggest(self.dataset, names)}"
             )
         for name in self.columns:
             if name not in FIELDS:
                 raise ValueError(f"columns has no {format_value(name)}{suggest(name, FIELDS)}")
         if not 0 < low <= high <= 1:
-            raise ValueError(f"crop_scale must rise within 0 and 1, got {[low, high]}")
+            raise ValueError(f"crop_scale must be increasing within 0 and 1, got {[low, high]}")
         if not 0 < narrow <= wide:
-            raise ValueError(f"crop_ratio must be positive and rise, got {[narrow, wide]}")
+            raise ValueError(f"crop_ratio must be positive and increasing, got {[narrow, wide]}")
         if self.sampler == "balanced" and self.batch_size % self.images_per_class:
             each = f"images_per_class {self.images_per_class}"
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of {each}")
@@ -245,18 +244,18 @@ class ModelConfig(Section):
             if self.backbone in VECTOR_BACKBONES and getattr(self, key):
                 raise ValueError(f"{key} is for images; backbone {self.backbone} takes vectors")
         frozen, pca, bits = self.freeze_backbone, self.pca_dim, self.bits
-        for wrong, message in (
+        for applies, message in (
             ((pca or 0) > self.dim, f"pca_dim {pca} is more than dim {self.dim}"),
             (self.whitening and not pca, f"whitening {self.whitening} needs pca_dim"),
             (self.lora_alpha and not self.lora_rank, "lora_alpha needs lora_rank"),
             (frozen and self.lora_rank, "freeze_backbone and lora_rank exclude each other"),
             (frozen and self.drop_path, "freeze_backbone and drop_path exclude each other"),
             (frozen and self.pooling == "gem-learned", "freeze_backbone needs pooling gem"),
-            (bits and self.dim != bits, f"dim {self.dim} and bits {bits} disagree"),
+            (bits and self.dim != bits, f"dim {self.dim} and bits {bits} differ"),
             (bits and pca, f"pca_dim {pca} and bits {bits} exclude each other"),
             (len(self.tta_crops) > MOST_TTA_CROPS, f"tta_crops has more than {MOST_TTA_CROPS}"),
         ):
-            if wrong:
+            if applies:
                 raise ValueError(message)
         return self
 
@@ -330,7 +329,7 @@ class ScheduleConfig(Section):
     at: tuple[Count, ...] = _key((), "epochs of the drops (milestones)")
     factor: Number = _key(0.5, "factor of the learning rates at a drop", gt=0, le=1)
     patience: Count = _key(4, "evaluations without improvement before a drop (plateau)")
-    freeze_backbone_epochs: Whole = _key(
+    freeze_backbone_epochs: Integer = _key(
         0, "epochs at the start that train the head and the proxies only", ge=0
     )
 
@@ -360,14 +359,14 @@ class TrainingConfig(Section):
         "run the network with fused kernels as a CUDA graph; ignored without exactly one CUDA GPU "
         "and with accumulate. auto uses one where it can",
     )
-    stop_after: Whole = _key(
+    stop_after: Integer = _key(
         0, "early stopping: evaluations without improvement; 0 for never", role="duration", ge=0
     )
     checkpoint_epochs: Count = _key(1, "epochs between two checkpoints", role="runtime")
-    checkpoint_steps: Whole = _key(
+    checkpoint_steps: Integer = _key(
         0, "also save a checkpoint every n steps; 0 for never", role="runtime", ge=0
     )
-    keep_checkpoint_every: Whole = _key(
+    keep_checkpoint_every: Integer = _key(
         0, "keep the checkpoint of every n-th epoch; 0 for last and best only", role="runtime", ge=0
     )
     two_stages: Flag = _key(
@@ -402,7 +401,7 @@ class EvaluationConfig(Section):
     final_test: Flag = _key(True, "evaluate the test set at the end of the run", role="runtime")
     untrained: Flag = _key(True, "evaluate the untrained embedder as a baseline", role="runtime")
     select_by: str = _key(
-        "map@r", "the metric that selects the epoch; of equal epochs the later one is taken"
+        "map@r", "the metric that selects the epoch; the later of equal epochs is taken"
     )
     metrics: Metrics = _key(Metrics(), "what is computed")
     similarity: Similarity = _key("cosine", "how embeddings are compared")
@@ -436,10 +435,10 @@ class Recipe(Section):
                 f"choose one of {join_first(computed, 12)}"
             )
         if list(at) != sorted(set(at)):
-            raise ValueError(f"schedule.at must rise, got {format_value(list(at))}")
+            raise ValueError(f"schedule.at must be increasing, got {format_value(list(at))}")
         if any(dim >= width for dim in dims) or len(set(dims)) < len(dims):
             raise ValueError(
-                f"evaluation.eval_dims must differ and be below {width}, got "
+                f"evaluation.eval_dims must be distinct and below {width}, got "
                 f"{format_value(list(dims))}"
             )
         if self.model.bits is not None and dims:
@@ -459,8 +458,8 @@ class Recipe(Section):
     ) -> Recipe:
         """Load a recipe from a YAML file, a shipped recipe's name or plain values, with overrides.
 
-        Missing keys take the value of the recipe named as ``base``, else their default. Keys may
-        be nested or dotted, in files and in overrides alike: ``{"optimizer.lr": 1e-3}``.
+        Missing keys take the value of the recipe named as ``base``, else their default. Keys may be
+        nested or dotted: ``{"optimizer.lr": 1e-3}``.
         """
         try:
             values = merge(plain_values(source), overrides or {})
@@ -479,7 +478,7 @@ class Recipe(Section):
         return Recipe.load(unchanged, changes)
 
     def evaluation_interval(self, watched: bool) -> int:
-        """Return the epochs between two evaluations; without ``watched`` splits they are few."""
+        """Return the epochs between two evaluations: more without ``watched`` splits."""
         return max(self.evaluation.every, 1 if watched else self.training.epochs // 10)
 
     def to_dict(self) -> dict[str, Any]:
@@ -509,7 +508,7 @@ class Recipe(Section):
         return self.override({**paths, "model.weights": self._weights_name()})
 
     def _weights_name(self) -> str:
-        """Return the source of the weights, of a file its name only."""
+        """Return the source of the weights; of a file, only its name."""
         weights = self.model.weights
         return weights if weights in WEIGHTS_SOURCES else Path(weights).name or "file"
 

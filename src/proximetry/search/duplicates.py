@@ -18,8 +18,8 @@ from proximetry._util.formatting import format_int
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.data import ImageError, open_image
-from proximetry.metrics._search.embeddings import full_precision
-from proximetry.metrics._search.task import connected_components
+from proximetry.metrics._search.problem import connected_components
+from proximetry.metrics._search.similarities import full_precision
 from proximetry.models import Embedder
 from proximetry.search.exact import FloatArray, Part, Scores, Store, take
 from proximetry.search.segments import prepare_vectors

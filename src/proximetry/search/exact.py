@@ -22,8 +22,8 @@ from torch import Tensor
 
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray
-from proximetry.metrics._search.embeddings import full_precision
 from proximetry.metrics._search.neighbors import largest, nearest
+from proximetry.metrics._search.similarities import full_precision
 from proximetry.models.constants import Similarity
 
 FloatArray = npt.NDArray[np.float32]

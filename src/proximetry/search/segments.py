@@ -17,7 +17,7 @@ import torch
 from proximetry._util.files import name_write_errors, sync_folder
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
-from proximetry.metrics._search.embeddings import normalize
+from proximetry.metrics._search.similarities import normalize
 from proximetry.search import indexes, rows
 from proximetry.search.exact import FloatArray, Part, Store
 from proximetry.search.manifest import (

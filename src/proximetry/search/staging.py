@@ -29,7 +29,7 @@ from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.data import Catalog, ImageError
 from proximetry.data.folders import split_shard_path
-from proximetry.metrics._search.embeddings import as_embeddings
+from proximetry.metrics._search.validation import as_embeddings
 from proximetry.models import Embedder
 from proximetry.search import indexes, rows
 from proximetry.search.exact import FloatArray, take

@@ -1,4 +1,4 @@
-"""The public datasets, each read from the folder it is usually unpacked to.
+"""The datasets, each read from the folder it is usually unpacked to.
 
 Importing this imports neither torch, NumPy, pyarrow nor Pillow, so datasets are listed quickly.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from proximetry._util.errors import UsageError, suggest
-from proximetry._util.formatting import format_int, format_value
+from proximetry._util.formatting import format_value
 from proximetry._util.types import Progress
 from proximetry.data.folders import class_folders
 
@@ -55,10 +55,7 @@ class DatasetInfo:
         files: lists of files, each of which identifies its folder.
         folders: names of its folder inside another one.
         built_in: whether it needs no folder.
-        train: published size of that part, where there is any.
-        test: the same.
-        query: the same.
-        gallery: the same.
+        train: published size of this part, as for `test`, `query` and `gallery`; None if unknown.
     """
 
     name: str
@@ -91,14 +88,11 @@ class DatasetInfo:
         return None
 
 
-def _read_infos() -> Iterator[DatasetInfo]:
-    text = Path(__file__).with_name("datasets.toml").read_text(encoding="utf-8")
-    for name, entries in tomllib.loads(text).items():
-        sizes = {part: PartSize(*entries[part]) for part in _PARTS if part in entries}
-        yield DatasetInfo(name, **(entries | sizes))
-
-
-DATASETS = {info.name: info for info in _read_infos()}
+_ENTRIES = tomllib.loads(Path(__file__).with_name("datasets.toml").read_text(encoding="utf-8"))
+DATASETS = {
+    name: DatasetInfo(name, **entry | {p: PartSize(*entry[p]) for p in _PARTS if p in entry})
+    for name, entry in _ENTRIES.items()
+}
 
 
 def list_datasets() -> dict[str, DatasetInfo]:
@@ -109,55 +103,55 @@ def list_datasets() -> dict[str, DatasetInfo]:
 def resolve_source(
     source: str | os.PathLike[str], root: str | os.PathLike[str] | None = None
 ) -> tuple[str, Path | None]:
-    """Return the dataset and the root, for `open_dataset`, that a person means by one word.
+    """Return the dataset and the root, for `open_dataset`, of a dataset's name or a path.
 
-    The word is the name of a dataset, which comes with a root unless it is built in, or where
-    images lie: a folder of class folders, one of tar shards, one that holds a public dataset as
-    it is published, or a .csv, .parquet or .tar file; or it is a file of vectors.
+    A path is a folder of class folders, of tar shards or of a public dataset as it is published, a
+    .csv, .parquet or .tar file, or a file of vectors. A name comes with a root unless the dataset
+    is built in.
     """
-    word = os.fspath(source)
-    path = Path(word).expanduser()
-    if word in DATASETS and (root is not None or DATASETS[word].built_in or not path.exists()):
-        return word, None if root is None else Path(root).expanduser()
+    name = os.fspath(source)
+    path = Path(name).expanduser()
+    if name in DATASETS and (root is not None or DATASETS[name].built_in or not path.exists()):
+        return name, None if root is None else Path(root).expanduser()
     if root is not None and path.exists():
         raise UsageError(
-            f"{word} is a path, and {os.fspath(root)} was passed as its root. Pass a "
+            f"{name} is a path, and {os.fspath(root)} was passed as its root. Pass a "
             "root only with the name of a dataset."
         )
     if path.is_dir():
         for info in DATASETS.values():
             if info.find(path):
                 return info.name, path
-        shards = any(path.glob("*.tar")) and not class_folders(path)
-        return "shards" if shards else "folder", path
+        has_shards = any(path.glob("*.tar")) and not class_folders(path)
+        return "shards" if has_shards else "folder", path
     if path.is_file() and path.suffix.lower() in _SUFFIXES:
         from proximetry.data.vectors import holds_vectors
 
         return "vectors" if holds_vectors(path) else _SUFFIXES[path.suffix.lower()], path
     if path.exists():
         unzip = ". Unzip it first" if path.suffix.lower() == ".zip" else ""
-        raise UsageError(f"{word} is neither a folder nor a {', '.join(_SUFFIXES)} file{unzip}")
-    raise UsageError(not_found(word, DATASETS, "dataset"))
+        raise UsageError(f"{name} is neither a folder nor a {', '.join(_SUFFIXES)} file{unzip}")
+    raise UsageError(not_found(name, DATASETS, "dataset"))
 
 
-def not_found(word: str, known: Iterable[str], kind: str) -> str:
-    """Return the error for a word that is neither a path nor a known name."""
-    path, beside = Path(word).expanduser(), list[str]()
+def not_found(source: str, names: Iterable[str], kind: str) -> str:
+    """Return the error for a source that is neither a path nor one of the names."""
+    path, siblings = Path(source).expanduser(), list[str]()
     if path.is_symlink():
-        return f"{word} is a link to {os.readlink(path)}, which is not there"
+        return f"{source} is a link to {os.readlink(path)}, which does not exist"
     with suppress(OSError):
-        beside = os.listdir(path.parent)
-    near = [] if path.suffix else get_close_matches(word, [*known], 1, 0.7)
-    near += [str(path.with_name(name)) for name in get_close_matches(path.name, beside, 1, 0.7)]
-    missing = f"there is no folder or file {format_value(word)}"
+        siblings = os.listdir(path.parent)
+    near = [] if path.suffix else get_close_matches(source, [*names], 1, 0.7)
+    near += [str(path.with_name(name)) for name in get_close_matches(path.name, siblings, 1, 0.7)]
+    missing = f"there is no folder or file {format_value(source)}"
     if near:
         return f"{missing}, did you mean {near[0]!r}?"
-    if path.suffix or os.sep in word:
+    if path.suffix or os.sep in source:
         where = ": searched" if path.parent.is_dir() else ", nor a folder"
         return f"{missing}{where} {path.parent.absolute()}"
     return (
-        f"{missing} and no {kind} of that name; your images can be a folder of class folders, "
-        "a table or a tar file, and `proximetry datasets` lists the other ones"
+        f"{missing} and no {kind} of that name. Pass a folder of class folders, a table, a tar "
+        "file or a name that `proximetry datasets` lists."
     )
 
 
@@ -205,22 +199,3 @@ def open_dataset(
     if strict and notes:
         raise ValueError("; ".join(notes))
     return replace(catalog, notes=(*notes, *catalog.shared_classes()))
-
-
-def datasets_table() -> str:
-    """Return a Markdown table of the datasets that have published sizes."""
-    rows = ["| name | dataset | training | test |", "|---|---|---|---|"]
-    for info in DATASETS.values():
-        if info.train and info.test:
-            train, test = (
-                f"{format_int(size.classes)} classes, {format_int(size.images)} images"
-                for size in (info.train, info.test)
-            )
-            if info.query and info.gallery:
-                queries, gallery = (
-                    format_int(info.query.images),
-                    format_int(info.gallery.images),
-                )
-                test += f" ({queries} queries, {gallery} in the gallery)"
-            rows.append(f"| `{info.name}` | {info.title} | {train} | {test} |")
-    return "\n".join(rows)

@@ -1,9 +1,7 @@
-"""A built-in set that needs no download: a thousand characters in sixteen faces.
+"""A built-in dataset: a thousand characters in the sixteen fonts that ship with matplotlib.
 
-The fonts are those that ship with matplotlib. A class is a character, an image is that character
-in one face, of varying size, slant and place. The characters are a fixed list, chosen so that no
-two of them look alike; half of them, chosen by the seed, are for training, the others are never
-seen there.
+A class is a character, an image is that character in one font, of varying size, slant and position.
+No two characters look alike.
 """
 
 import hashlib
@@ -38,7 +36,7 @@ FONTS = (
     *(f"STIXGeneral{style}" for style in ("", "Bol", "Italic", "BolIta")),
 )
 
-# Raised when the drawing changes, so that an older cached set is not taken for the new one.
+# Increased when the drawing changes.
 _DRAWING = 1
 
 
@@ -49,13 +47,13 @@ def glyphs(
     train_fraction: float = 0.5,
     seed: int = 0,
 ) -> Catalog:
-    """Return the catalog of the glyph set, drawn on the first call and then cached.
+    """Return the catalog of the glyphs, drawn on the first call and then cached.
 
     Args:
-        cache: folder to keep the images in; $PROXIMETRY_CACHE or ~/.cache/proximetry by default.
+        cache: folder of the images; $PROXIMETRY_CACHE or ~/.cache/proximetry by default.
         side: width and height of the images in pixels.
         train_fraction: the fraction of the characters marked "train"; the others are "test".
-        seed: decides size, slant and place of every image, and which characters are which.
+        seed: seed of the drawing and of the split.
     """
     if not 16 <= side <= 256:
         raise ValueError(f"side must be from 16 to 256 pixels, got {side}")
@@ -141,7 +139,7 @@ def _draw_all(file: Path, side: int, seed: int) -> None:
 
 
 def _draw(character: str, face: str, side: int, random: np.random.Generator) -> Image.Image:
-    """Draw black on white: ink centered, then turned, scaled and moved a little."""
+    """Draw black on white: a centered glyph, then rotated, scaled and moved a little."""
     size, angle, right, down = random.uniform(
         (0.5 * side, -15, -0.1 * side, -0.1 * side), (0.85 * side, 15, 0.1 * side, 0.1 * side)
     )

@@ -1,9 +1,7 @@
 """Readers of the public datasets.
 
-CUB-200-2011, Cars196 and Oxford Flowers 102 are trained on the first half of the classes and tested
-on the second. Their own division into train and test images is another one (every class is in both)
-and is not used: for metric learning the classes decide. So a copy that comes as train/ and test/
-folders is merged and re-split by class.
+CUB-200-2011, Cars196 and Oxford Flowers 102 are split by class: the first half for training, the
+second for test. Their official train and test images, which share all classes, are merged first.
 """
 
 from __future__ import annotations
@@ -107,16 +105,15 @@ def _load_mat(file: Path) -> Any:
 def _split_cars(merged: Catalog) -> Catalog:
     """Train on the classes 1 to 98 of a merged copy; note missing images.
 
-    The images are numbered through, class by class, from 1 to 16185; so the smallest number
-    of a class is its place. When classes are missing, the number still gives the half:
-    the classes 1 to 98 have the images 1 to 8054.
+    The images are numbered by class from 1 to 16185, so the smallest number of a class gives its
+    position, and the classes 1 to 98 have the images 1 to 8054.
     """
     total = 16185
     digits = [re.findall(r"\d+", Path(path).stem) for path in merged.paths]
     numbers = [int(d[-1]) if d else 0 for d in digits]
     if len(set(numbers)) < len(numbers) or not 1 <= min(numbers) <= max(numbers) <= total:
         note = (
-            f"{_CARS.title}: images are not numbered through from 1 to {total}; the first 98 "
+            f"{_CARS.title}: images are not numbered from 1 to {total}; the first 98 "
             "classes in sorted order are taken for training, which need not be the official ones"
         )
         return split_by_class(merged, set(merged.class_names[:98]), note)
@@ -202,7 +199,7 @@ def inshop(root: Path) -> Catalog:
     rows = list(fields_of(partition, 3, skip=2))
     for path, _, role in rows:
         if role not in ("train", "query", "gallery"):
-            raise ValueError(f"{partition}: {role!r} of {path} is none of train, query, gallery")
+            raise ValueError(f"{partition}: {role!r} of {path} is not one of train, query, gallery")
     catalog = Catalog(
         paths=tuple(path for path, _, _ in rows),
         labels=tuple(label for _, label, _ in rows),
@@ -216,9 +213,9 @@ def inshop(root: Path) -> Catalog:
 
 
 def faces(root: Path) -> Catalog:
-    """Read <person>/<person>_0001.jpg, as LFW and its aligned versions come.
+    """Read <person>/<person>_0001.jpg, the layout of LFW; other names are noted.
 
-    `root` may also be the folder around it. Images named otherwise are kept and noted.
+    `root` may also be the folder around it.
     """
     catalog = Catalog.from_folder(people_folder(root))
     odd = [
@@ -241,9 +238,9 @@ def people_folder(root: Path) -> Path:
 
 
 def lfw(root: Path) -> Catalog:
-    """Read the people with three images or more: of their sorted names every second is for test.
+    """Read the people with at least three images; every second name is for test.
 
-    This is no published split: those of LFW are of pairs, not of people to be found.
+    This is not a published split; those of LFW are of pairs.
     """
     catalog = faces(root)
     images = Counter(catalog.labels)

@@ -1,8 +1,6 @@
 """Exact nearest neighbors, one block of queries at a time.
 
-Every similarity is one matrix product: Euclidean and Hamming distances become dot products of
-slightly longer vectors. Similarities are always "larger is nearer"; neighbors are in the total
-order (similarity falling, index rising), so equal similarities never depend on the machine.
+Neighbors are in a total order (descending similarity, ascending index), on every machine.
 """
 
 from __future__ import annotations
@@ -15,58 +13,49 @@ from torch import Tensor
 from proximetry._util.machine import by_device
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
+from proximetry.metrics._search.problem import NEVER, Block, SearchProblem, first_hits
+from proximetry.metrics._search.similarities import fix_ties, from_keys, project, to_keys
 from proximetry.metrics._search.symmetric import applies, search_symmetric
-from proximetry.metrics._search.task import (
-    NEVER,
-    Block,
-    Task,
-    first_hits,
-    fix_ties,
-    from_keys,
-    project,
-    to_keys,
-)
 
 # Bytes of similarities in memory. A CPU works best from its caches; a GPU with large
 # products and few launches.
 BLOCK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
-MOST_ROWS = 8192
-# Columns whose maximum is computed before the largest are selected.
-_GROUP = 32
+MAX_ROWS = 8192
+_GROUP = 32  # columns whose maximum is computed before the largest are selected
 
 
 def search(
-    task: Task, depths: Tensor, *, with_ranks: bool, progress: Progress | None = None
+    problem: SearchProblem, depths: Tensor, *, with_ranks: bool, progress: Progress | None = None
 ) -> Iterator[Block]:
     """Search ``depths[i]`` neighbors of every query by the faster method."""
     deepest = int(depths.max())
-    if applies(task, deepest):
-        yield search_symmetric(task, deepest, with_ranks=with_ranks, progress=progress)
+    if applies(problem, deepest):
+        yield search_symmetric(problem, deepest, with_ranks=with_ranks, progress=progress)
     else:
-        yield from search_blocks(task, depths, with_ranks=with_ranks, progress=progress)
+        yield from search_blocks(problem, depths, with_ranks=with_ranks, progress=progress)
 
 
 def search_blocks(
-    task: Task, depths: Tensor, *, with_ranks: bool, progress: Progress | None = None
+    problem: SearchProblem, depths: Tensor, *, with_ranks: bool, progress: Progress | None = None
 ) -> Iterator[Block]:
     """Search in blocks that fit in cache or memory.
 
     Queries of similar depth share a block: one large class does not make every list long.
     """
-    queries, gallery = project(task.queries, task.gallery, task.similarity)
+    queries, gallery = project(problem.queries, problem.gallery, problem.similarity)
     order = torch.argsort(depths, stable=True)
     done = 0
     for rows, depth in _blocks(order, depths, len(gallery), gallery.element_size()):
         similarities = queries[rows] @ gallery.T
-        fix_ties(similarities, task.similarity, {1: task.copies})
-        if task.groups is not None:
-            query_groups, gallery_groups = task.groups
+        fix_ties(similarities, problem.similarity, {1: problem.copies})
+        if problem.groups is not None:
+            query_groups, gallery_groups = problem.groups
             similarities.masked_fill_(query_groups[rows, None] == gallery_groups, -torch.inf)
-        elif task.self_index is not None:
-            similarities.scatter_(1, task.self_index[rows, None], -torch.inf)
+        elif problem.self_index is not None:
+            similarities.scatter_(1, problem.self_index[rows, None], -torch.inf)
         values, ids = nearest(similarities, depth)
         ids = ids.masked_fill(values == -torch.inf, -1)
-        ranks = _best_ranks(similarities, ids, task, rows) if with_ranks else None
+        ranks = _best_ranks(similarities, ids, problem, rows) if with_ranks else None
         yield Block(rows, ids, values, ranks)
         done += len(rows)
         if progress is not None:
@@ -80,7 +69,7 @@ def _blocks(
     sorted_depths = depths[order].clamp(max=width).tolist()
     start = 0
     while start < len(order):
-        # A guess from the shallowest row, corrected by the deepest row it leads to.
+        # An estimate from the shallowest row, corrected by the deepest row it leads to.
         rows = _rows_within(budget, width, itemsize, sorted_depths[start])
         deepest = sorted_depths[min(start + rows, len(order)) - 1]
         rows = _rows_within(budget, width, itemsize, deepest)
@@ -91,7 +80,7 @@ def _blocks(
 
 def _rows_within(budget: int, width: int, itemsize: int, depth: int) -> int:
     # Each neighbor costs a value, an index and their copies while they are put in order.
-    return max(1, min(MOST_ROWS, budget // (width * itemsize + depth * 32)))
+    return max(1, min(MAX_ROWS, budget // (width * itemsize + depth * 32)))
 
 
 def nearest(similarities: Tensor, depth: int) -> tuple[Tensor, Tensor]:
@@ -112,10 +101,10 @@ def nearest(similarities: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest entries of each row, falling, and their columns; ties in any order.
+    """Return the largest entries of each row, in descending order, and their columns.
 
-    Each of them is in one of the `count` groups of columns with the largest maxima, so that a CPU
-    sorts only these.
+    Ties come in any order. Each entry is in one of the `count` groups of columns with the largest
+    maxima, so that a CPU sorts only these.
     """
     rows, width = values.shape
     groups = width // _GROUP
@@ -133,7 +122,7 @@ def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _quarters(rows: Tensor, block: int) -> Iterator[Tensor]:
-    """Rows in parts no larger than a quarter of the block, whose copies then stay small."""
+    """Yield rows in parts no larger than a quarter of the block, whose copies then stay small."""
     return (rows[part] for part in chunks(len(rows), max(1, block // 4)))
 
 
@@ -146,19 +135,19 @@ def _nearest_in_total_order(similarities: Tensor, depth: int) -> tuple[Tensor, T
 
 
 def in_order(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entries of each row by falling value, ties by smaller index."""
+    """Return the entries of each row by descending value, ties by smaller index."""
     ids, by_id = ids.sort(dim=1)
     values, by_value = values.gather(1, by_id).sort(dim=1, descending=True, stable=True)
     return values, ids.gather(1, by_value)
 
 
-def _best_ranks(similarities: Tensor, ids: Tensor, task: Task, rows: Tensor) -> Tensor:
+def _best_ranks(similarities: Tensor, ids: Tensor, problem: SearchProblem, rows: Tensor) -> Tensor:
     """Return the rank of each query's best positive: read from its list, or else counted."""
-    ranks = first_hits(task.hits(rows, ids))
+    ranks = first_hits(problem.hits(rows, ids))
     columns = torch.arange(similarities.shape[1], device=similarities.device)
     for part in _quarters((ranks == NEVER).nonzero()[:, 0], len(similarities)):
         near = similarities[part]
-        negative = task.gallery_codes != task.query_codes[rows[part], None]
+        negative = problem.gallery_codes != problem.query_codes[rows[part], None]
         positives = near.masked_fill(negative, -torch.inf)
         best = positives.amax(1, keepdim=True)
         first = (positives == best).to(torch.int8).argmax(1, keepdim=True)  # the first of equals

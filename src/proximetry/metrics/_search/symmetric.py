@@ -5,11 +5,8 @@ tile, and with them its copies, which take their similarities from the first of 
 tiles go first: they give each item its best positive and a first list. A tile off the diagonal
 then holds negatives only, and serves its rows and, transposed, its columns:
 
-- neighbors: maxima of small groups show the few places that can still enter a list;
-- ranks: while the best positive is in its item's list, so is everything nearer; once it has been
-  pushed out, the nearer items of each further tile are counted.
-
-Both come from the same products, so a list and a rank never contradict each other.
+- neighbors: maxima of small groups show the few entries that can still enter a list;
+- ranks: once the best positive of an item has left its list, nearer items of each tile are counted.
 """
 
 from __future__ import annotations
@@ -26,16 +23,8 @@ from torch import Tensor
 from proximetry._util.machine import torch_pool
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
-from proximetry.metrics._search.task import (
-    NEVER,
-    Block,
-    Task,
-    find_copies,
-    fix_ties,
-    from_keys,
-    project,
-    to_keys,
-)
+from proximetry.metrics._search.problem import NEVER, Block, SearchProblem, find_copies
+from proximetry.metrics._search.similarities import fix_ties, from_keys, project, to_keys
 
 TILE = 2048
 # Entries whose maximum is taken together: along a row, and down a column.
@@ -49,17 +38,17 @@ MERGE_AFTER = 48
 THREADS = 4
 
 
-def applies(task: Task, depth: int) -> bool:
+def applies(problem: SearchProblem, depth: int) -> bool:
     """Whether this search can be used, and is faster than going block by block."""
     return (
-        task.self_index is not None
-        and task.queries is task.gallery
-        and task.groups is None
-        and task.gallery.device.type == "cpu"
-        and task.gallery.dtype != torch.float64
-        and len(task.gallery) >= 2 * TILE
+        problem.self_index is not None
+        and problem.queries is problem.gallery
+        and problem.groups is None
+        and problem.gallery.device.type == "cpu"
+        and problem.gallery.dtype != torch.float64
+        and len(problem.gallery) >= 2 * TILE
         and depth <= TILE // 4
-        and int(torch.bincount(task.components).max()) <= TILE // 2
+        and int(torch.bincount(problem.components).max()) <= TILE // 2
     )
 
 
@@ -72,23 +61,23 @@ class _State:
     worst: Tensor  # the worst of them
     best: Tensor  # the key of the best positive, NO_POSITIVE without one
     nearer: Tensor  # the number of items before it, kept up once it is out of the list
-    waiting: dict[int, list[tuple[Tensor, Tensor]]]  # by start of tile: rows and keys to merge
+    candidates: dict[int, list[tuple[Tensor, Tensor]]]  # by start of tile: rows and keys to merge
 
-    def lost(self, at: slice) -> Tensor:
-        """Return which items of a tile have their best positive out of the list."""
+    def best_is_out(self, at: slice) -> Tensor:
+        """Return which items of a tile do not have their best positive in their list."""
         return self.best[at] < self.worst[at]
 
 
 def search_symmetric(
-    task: Task, depth: int, *, with_ranks: bool, progress: Progress | None = None
+    problem: SearchProblem, depth: int, *, with_ranks: bool, progress: Progress | None = None
 ) -> Block:
     """Return what ``neighbors.search_blocks`` returns, for all items in one block."""
-    count = len(task.gallery)
-    items = torch.argsort(task.components, stable=True)
-    tiles = _tiles(task.components)
-    vectors = task.gallery[items]
+    count = len(problem.gallery)
+    items = torch.argsort(problem.components, stable=True)
+    tiles = _tiles(problem.components)
+    vectors = problem.gallery[items]
     copies = {at.start: find_copies(vectors[at]) for at in tiles}
-    left, right = project(vectors, vectors, task.similarity)
+    left, right = project(vectors, vectors, problem.similarity)
     del vectors
     state = _State(
         items,
@@ -96,15 +85,15 @@ def search_symmetric(
         worst=items.new_empty(count),
         best=items.new_empty(count),
         nearer=items.new_empty(count),
-        waiting={tile.start: [] for tile in tiles},
+        candidates={tile.start: [] for tile in tiles},
     )
-    codes = task.gallery_codes[items]
+    codes = problem.gallery_codes[items]
     locks = {tile.start: Lock() for tile in tiles}
     widest = max(tile.stop - tile.start for tile in tiles)
     memory = local()  # one buffer per thread, used again and again: fresh pages cost time
 
     def product(rows: slice, columns: slice) -> Tensor:
-        """Similarities, with −inf at the ends where whole groups need it."""
+        """Return similarities, with −inf at the ends where whole groups need it."""
         high, wide = rows.stop - rows.start, columns.stop - columns.start
         shape = high + -high % COLUMN_GROUP, wide + -wide % ROW_GROUP
         if not hasattr(memory, "buffer"):
@@ -114,7 +103,7 @@ def search_symmetric(
         tile[:, wide:] = -torch.inf
         torch.mm(left[rows], right[columns].T, out=tile[:high, :wide])
         here = {0: copies[rows.start], 1: copies[columns.start]}
-        fix_ties(tile[:high, :wide], task.similarity, here)
+        fix_ties(tile[:high, :wide], problem.similarity, here)
         return tile
 
     def start(at: slice) -> None:
@@ -124,7 +113,7 @@ def search_symmetric(
     def visit(pair: tuple[slice, slice]) -> None:
         rows, columns = pair
         tile = product(rows, columns)
-        with locks[rows.start], locks[columns.start]:  # always in rising order
+        with locks[rows.start], locks[columns.start]:  # always in ascending order
             _update_from_tile(tile, state, rows, columns, with_ranks)
 
     # Pairs with the same sum modulo their number share no tile, so threads seldom wait for locks.
@@ -148,7 +137,7 @@ def search_symmetric(
 
 
 def _tiles(components: Tensor) -> list[slice]:
-    """Items by component, cut evenly except that no component is in two tiles."""
+    """Return tiles of items by component, cut evenly except that no component is in two tiles."""
     ends = torch.bincount(components).cumsum(0)
     count = round(len(components) / TILE)
     even = torch.arange(1, count, device=components.device) * len(components) // count
@@ -157,7 +146,7 @@ def _tiles(components: Tensor) -> list[slice]:
 
 
 def _finish(state: _State, with_ranks: bool) -> Block:
-    """Lists in order and ranks, from positions back to items."""
+    """Return sorted lists and ranks, from positions back to items."""
     ids = torch.empty_like(state.keys)
     values = torch.empty_like(ids, dtype=torch.float32)
     for part in chunks(len(ids), TILE):
@@ -166,7 +155,7 @@ def _finish(state: _State, with_ranks: bool) -> Block:
     ranks = None
     if with_ranks:
         before = (state.keys > state.best[:, None]).sum(1)
-        by_position = 1 + torch.where(state.lost(slice(None)), state.nearer, before)
+        by_position = 1 + torch.where(state.best_is_out(slice(None)), state.nearer, before)
         ranks = torch.empty_like(by_position)
         ranks[state.items] = by_position.masked_fill(state.best == NO_POSITIVE, NEVER)
     return Block(torch.arange(len(ids), device=ids.device), ids, values, ranks)
@@ -180,8 +169,8 @@ def _diagonal(tile: Tensor, codes: Tensor, state: _State, at: slice) -> None:
         state.keys[at][rows] = keys.topk(state.keys.shape[1], dim=1, sorted=False).values
         best = keys.masked_fill(codes[rows, None] != codes, WORST_KEY).amax(1)
         state.nearer[at][rows] = _true_per_row(keys > best[:, None])
-        alone = from_keys(best)[0] == -torch.inf
-        state.best[at][rows] = best.masked_fill(alone, NO_POSITIVE)
+        missing = from_keys(best)[0] == -torch.inf
+        state.best[at][rows] = best.masked_fill(missing, NO_POSITIVE)
     state.worst[at] = state.keys[at].amin(1)
 
 
@@ -198,20 +187,20 @@ def _update_from_tile(
     high, wide = len(row_items), len(column_items)
     if with_ranks:
         for at, others, across in ((rows, column_items, 0), (columns, row_items, 1)):
-            lost = state.lost(at).nonzero()[:, 0]
-            values = tile[:high, :wide].index_select(across, lost).movedim(across, 0)
-            best, position = from_keys(state.best[at][lost, None])
+            out = state.best_is_out(at).nonzero()[:, 0]
+            values = tile[:high, :wide].index_select(across, out).movedim(across, 0)
+            best, position = from_keys(state.best[at][out, None])
             before = (values > best) | ((values == best) & (others < position))
-            state.nearer[at][lost] += _true_per_row(before)
+            state.nearer[at][out] += _true_per_row(before)
     row, column, values = _candidates_by_row(tile[:high], from_keys(state.worst[rows])[0])
-    _offer(state, rows, row, to_keys(values, column_items[column]))
+    _collect(state, rows, row, to_keys(values, column_items[column]))
     floor = from_keys(state.worst[columns])[0]
     column, row, values = _candidates_by_column(tile[:, :wide], floor)
-    _offer(state, columns, column, to_keys(values, row_items[row]))
+    _collect(state, columns, column, to_keys(values, row_items[row]))
 
 
 def _candidates_by_row(tile: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Entries that reach their row's floor: row, column and value, by row."""
+    """Return entries that reach their row's floor: row, column and value, by row."""
     grouped = tile.view(len(tile), -1, ROW_GROUP)
     row, group = (grouped.amax(2) >= floor[:, None]).nonzero(as_tuple=True)
     values = grouped[row, group]
@@ -220,7 +209,7 @@ def _candidates_by_row(tile: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _candidates_by_column(tile: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Entries that reach their column's floor: column, row and value, by column."""
+    """Return entries that reach their column's floor: column, row and value, by column."""
     grouped = tile.view(-1, COLUMN_GROUP, tile.shape[1])
     column, group = (grouped.amax(1) >= floor).T.nonzero(as_tuple=True)
     values = grouped.transpose(1, 2)[group, column]
@@ -228,29 +217,29 @@ def _candidates_by_column(tile: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, 
     return column[hit], group[hit] * COLUMN_GROUP + offset, values[hit, offset]
 
 
-def _offer(state: _State, at: slice, row: Tensor, keys: Tensor) -> None:
+def _collect(state: _State, at: slice, row: Tensor, keys: Tensor) -> None:
     """Collect candidates for the lists of a tile."""
-    waiting = state.waiting[at.start]
-    waiting.append((row, keys))
-    if sum(len(rows) for rows, _ in waiting) >= MERGE_AFTER * (at.stop - at.start):
+    candidates = state.candidates[at.start]
+    candidates.append((row, keys))
+    if sum(len(rows) for rows, _ in candidates) >= MERGE_AFTER * (at.stop - at.start):
         _merge(state, at)
 
 
 def _merge(state: _State, at: slice) -> None:
     """Merge the collected candidates into the lists of a tile."""
-    waiting, state.waiting[at.start] = state.waiting[at.start], []
-    if not waiting:
+    candidates, state.candidates[at.start] = state.candidates[at.start], []
+    if not candidates:
         return
-    row, by_row = torch.cat([rows for rows, _ in waiting]).sort(stable=True)
-    keys = torch.cat([keys for _, keys in waiting])[by_row]
+    row, by_row = torch.cat([rows for rows, _ in candidates]).sort(stable=True)
+    keys = torch.cat([keys for _, keys in candidates])[by_row]
     counts = torch.bincount(row, minlength=at.stop - at.start)
     position = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
     new = keys.new_full((len(counts), int(counts.max())), WORST_KEY)
     new[row, position] = keys
     merged = torch.cat([state.keys[at], new], dim=1)
-    lost = state.lost(at)
+    was_out = state.best_is_out(at)
     state.keys[at] = merged.topk(state.keys.shape[1], dim=1, sorted=False).values
     state.worst[at] = state.keys[at].amin(1)
     # Where a best positive has just been pushed out, all that came before it is in `merged`.
-    pushed = (state.lost(at) & ~lost).nonzero()[:, 0]
-    state.nearer[at][pushed] = (merged[pushed] > state.best[at][pushed, None]).sum(1)
+    out = (state.best_is_out(at) & ~was_out).nonzero()[:, 0]
+    state.nearer[at][out] = (merged[out] > state.best[at][out, None]).sum(1)

@@ -157,8 +157,8 @@ class ImageData(TrainingData):
                 interpolation=self._filter,
                 policy=d.bad_images,
                 progress=partial(self._display.progress, "decoding"),
-                starting=starting,
-                waiting=lambda: message("waiting for another process that decodes the images…"),
+                on_start=starting,
+                on_wait=lambda: message("waiting for another process that decodes the images…"),
             )
 
         if self.world.size > 1:

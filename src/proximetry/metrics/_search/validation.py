@@ -1,10 +1,10 @@
-"""Validation, normalization and scaling of embeddings; codes of labels."""
+"""Validation of vectors, labels and groups; integer codes of labels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -14,35 +14,32 @@ from torch import Tensor
 
 from proximetry._util.errors import is_integer
 from proximetry._util.formatting import join_first
-from proximetry._util.machine import by_device, override
+from proximetry._util.labels import Labels, as_labels
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Similarity
+from proximetry.metrics._search.similarities import ROWS
 
 Embeddings = Tensor | npt.NDArray[Any]
 
 # Names of other tools.
-_ELSEWHERE = {"l2": "euclidean", "ip": "dot", "inner_product": "dot", "angular": "cosine"}
-
-# Rows validated or normalized together, so temporaries stay small.
-ROWS = 4096
-# Rows used to estimate the median.
-_SAMPLE = 1024
+_SYNONYMS = {"l2": "euclidean", "ip": "dot", "inner_product": "dot", "angular": "cosine"}
 
 
-def as_count(value: Any, name: str, least: int = 1) -> int:
-    """Return an integer of any type as an int; raise for others and those below ``least``."""
-    if not is_integer(value, least):
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+def as_count(value: Any, name: str, minimum: int = 1) -> int:
+    """Return an integer of any type as an int; raise for others and those below ``minimum``."""
+    if not is_integer(value, minimum):
+        raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
     return int(value)
 
 
-def check_similarity(similarity: str, known: Any = Similarity) -> None:
-    """Raise for an unknown similarity."""
-    if similarity not in get_args(known):
-        ours = _ELSEWHERE.get(str(similarity).lower())
-        hint = f", called {ours!r} here" if ours else ""
+def check_similarity(similarity: str, choices: Any = Similarity) -> None:
+    """Raise unless a similarity is one of the choices, a `Literal`."""
+    names = get_args(choices)
+    if similarity not in names:
+        synonym = _SYNONYMS.get(str(similarity).lower())
+        hint = f", called {synonym!r} here" if synonym else ""
         raise ValueError(
-            f"unknown similarity {similarity!r}{hint}; choose one of {', '.join(get_args(known))}"
+            f"unknown similarity {similarity!r}{hint}. Choose one of {', '.join(names)}."
         )
 
 
@@ -90,7 +87,7 @@ def as_embeddings(
         if bad:
             raise ValueError(
                 f"{name} has NaN or infinite values in {len(bad)} of {len(matrix)} rows: "
-                f"{join_first(map(str, bad))}; drop or recompute these rows"
+                f"{join_first(map(str, bad))}; remove or recompute these rows"
             )
     return matrix
 
@@ -99,7 +96,7 @@ def _as_matrix(values: Embeddings | None, name: str, allow_empty: bool) -> Tenso
     if isinstance(values, np.ndarray):
         if values.dtype.kind not in "fiub" or values.dtype.itemsize > 8:
             raise ValueError(f"{name} must be float32 or float64, got {values.dtype}")
-        # torch takes no negative strides, no foreign byte order, and warns at read-only arrays.
+        # torch rejects negative strides and other byte orders, and warns of read-only arrays.
         native = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
         matrix = torch.from_numpy(native if native.flags.writeable else native.copy())
     elif isinstance(values, Tensor):
@@ -117,32 +114,65 @@ def _as_matrix(values: Embeddings | None, name: str, allow_empty: bool) -> Tenso
     return matrix
 
 
-def normalize(matrix: Tensor) -> Tensor:
-    """Return rows of unit length, computed in float64; zero rows stay zero."""
-    result = torch.empty_like(matrix, memory_format=torch.contiguous_format)
-    for rows in chunks(len(matrix), ROWS):
-        wide = matrix[rows].to(torch.float64)
-        # Scaling by the largest entry first keeps even float64 squares from vanishing.
-        wide = wide / wide.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-        length = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
-        result[rows] = wide / length.masked_fill(length == 0, 1.0)
-    return result
+@dataclass(frozen=True)
+class Items:
+    """The validated vectors, labels and groups of a gallery or of queries."""
+
+    vectors: Tensor
+    labels: npt.NDArray[Any]
+    groups: npt.NDArray[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.vectors)
 
 
-def sampled_median(matrix: Tensor) -> Tensor:
-    """Return the median of each column, over a sample of the rows.
+RawInputs = tuple[Embeddings | None, Labels | None, Labels | None]  # vectors, labels, groups
 
-    Unlike a mean it is robust, and integers stay exact when it is subtracted.
+_NAMES = (
+    ("embeddings", "labels", "ignore_groups"),
+    ("queries", "query_labels", "query_ignore_groups"),
+)
+
+
+def check_inputs(
+    similarity: Similarity,
+    first: RawInputs,
+    second: RawInputs,
+    *,
+    names: tuple[tuple[str, str, str], ...] = _NAMES,
+    allow_empty: bool = False,
+    allow_unlabeled: bool = False,
+) -> list[Items]:
+    """Return the validated sets, by default a gallery and queries; the second is optional.
+
+    With ``allow_unlabeled`` every item is a class if there are no labels.
     """
-    return matrix[:: max(1, len(matrix) // _SAMPLE)].median(0).values
+    for one, two, name, other in zip(first, second, *names, strict=True):
+        if second[0] is None and two is not None:
+            raise ValueError(f"{other} without {names[1][0]}. Pass both or neither.")
+        if second[0] is not None and (one is None) != (two is None):
+            raise ValueError(f"{name} without {other}, or the reverse. Pass both or neither.")
+    inputs, sets = [first] if second[0] is None else [first, second], []
+    for raw, (vectors_name, labels_name, groups_name) in zip(inputs, names, strict=False):
+        vectors = as_vectors(raw[0], similarity, vectors_name, allow_empty=allow_empty)
+        labels = range(len(vectors)) if raw[1] is None and allow_unlabeled else raw[1]
+        groups = None if raw[2] is None else as_labels(raw[2], len(vectors), groups_name)
+        sets.append(Items(vectors, as_labels(labels, len(vectors), labels_name), groups))
+    facts = [(items.vectors.shape[1], items.vectors.device, items.vectors.dtype) for items in sets]
+    for what, one, two in zip(("dimensions", "devices", "types"), facts[0], facts[-1], strict=True):
+        if one != two:
+            raise ValueError(
+                f"{names[0][0]} and {names[1][0]} have different {what}: {one} and {two}"
+            )
+    return sets
 
 
 def join_labels(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """Concatenate labels, which are all integers or all strings."""
-    filled = [array for array in arrays if len(array)] or arrays[:1]
-    if len({array.dtype.kind for array in filled}) > 1:
+    arrays = [array for array in arrays if len(array)] or arrays[:1]
+    if len({array.dtype.kind for array in arrays}) > 1:
         raise ValueError("some labels are integers and others are strings; use one kind for all")
-    return np.concatenate(filled)
+    return np.concatenate(arrays)
 
 
 def encode(*arrays: npt.NDArray[Any]) -> tuple[list[IntArray], npt.NDArray[Any]]:
@@ -150,43 +180,3 @@ def encode(*arrays: npt.NDArray[Any]) -> tuple[list[IntArray], npt.NDArray[Any]]
     classes, codes = np.unique(join_labels(arrays), return_inverse=True)
     ends = np.cumsum([len(array) for array in arrays])[:-1]
     return [part.astype(np.int64) for part in np.split(codes.reshape(-1), ends)], classes
-
-
-def tiles(total: int, width: int, device: torch.device, entries: dict[str, int]) -> Iterator[slice]:
-    """Yield slices of 0 … total such that a tile of this width has at most ``entries``."""
-    return chunks(total, max(1, by_device(device, **entries) // max(1, width)))
-
-
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Compute float32 products in full precision, regardless of autocast and TF32 settings."""
-    # Tensors made in inference mode could not be written to by other threads.
-    with (
-        override(_PRODUCTS, _PLAIN, _get_precision, _set_precision),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
-        yield
-
-
-# From torch 2.9 on each backend has its own setting, and once one has been set, the global setting
-# cannot be read.
-_BACKENDS: Any = torch.backends
-_BY_BACKEND = hasattr(_BACKENDS, "fp32_precision")
-_PRODUCTS = (_BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul) if _BY_BACKEND else ("all",)
-_PLAIN = "ieee" if _BY_BACKEND else "highest"
-
-
-def _get_precision(products: Any) -> str:
-    return str(products.fp32_precision if _BY_BACKEND else torch.get_float32_matmul_precision())
-
-
-def _set_precision(products: Any, precision: str) -> None:
-    if not _BY_BACKEND:
-        torch.set_float32_matmul_precision(precision)
-        return
-    if precision != _PLAIN:
-        products.fp32_precision = "none"  # as `torch.backends.fp32_precision` is
-    if products.fp32_precision != precision:
-        products.fp32_precision = precision
