@@ -89,7 +89,7 @@ def test_checking_pair_losses_needs_no_extra(monkeypatch):
         (lambda: losses.ProxyAnchor(0, 4), ValueError, "num_classes .* got 0"),
         (lambda: losses.ProxyAnchor(2.5, 4), ValueError, "num_classes .* got 2.5"),
         (lambda: losses.MPA(3, 4, alhpa=1.0), TypeError, "MPA has no setting 'alhpa', did you"),
-        (lambda: losses.MPA(3, 4, temperature=1), TypeError, "'temperature'; known are: num_c"),
+        (lambda: losses.MPA(3, 4, temperature=1), TypeError, "'temperature'. Valid names: num_c"),
         (lambda: losses.MPA(3), TypeError, "MPA: missing a required argument: 'dim'"),
         (lambda: losses.ProxyAnchor(3, 4, 1.0, 0.1, "auto"), TypeError, "too many positional"),
         (lambda: losses.LossForm("single", "class", "softmax"), ValueError, "softmax"),
