@@ -118,7 +118,7 @@ def test_save_rejects_folders_with_other_files_and_values_json_cannot_represent(
     with pytest.raises(ValueError, match="is a file"):
         make().save(tmp_path / "thesis.txt")
     assert (tmp_path / "embedder.json").read_text() == "{}"
-    with pytest.raises(ValueError, match="plain values"):
+    with pytest.raises(ValueError, match="JSON values"):
         make().save(tmp_path / "e", metrics={"x": object()})
     assert not (tmp_path / "e").exists()
     # Other files beside an embedder stay.

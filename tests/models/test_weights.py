@@ -40,7 +40,7 @@ def test_never_silently_random(no_hub, monkeypatch):
         Embedder.create("test_resnet")
     for choice in ("weights='hub'", "'.safetensors'", "weights='none'", ".[weights]"):
         assert choice in str(caught.value)
-    with pytest.raises(WeightsError, match="no weights found for bn_inception"):
+    with pytest.raises(WeightsError, match="no weights for bn_inception"):
         Embedder.create("bn_inception")
     record = Embedder.create("test_resnet", weights="none").weights
     assert (record.source, record.sha256, record.loaded) == ("none", None, 0)

@@ -1,7 +1,7 @@
 """CUDA graphs: record the kernels of a network once and replay them with one launch.
 
-Networks take one tensor. Batches of another shape than the first run without the graph, and so does
-everything after a failed recording if `on_failure` is given (otherwise the error is raised).
+Networks take one tensor. Batches of another shape than the first run without the graph. If a
+recording fails, `on_failure` is called and all batches run without a graph; by default it raises.
 """
 
 import copy
@@ -19,7 +19,7 @@ Report = Callable[[str], None]
 class GraphedInference:
     """A network whose forward pass, without gradients, is a CUDA graph.
 
-    It uses the current weights, as long as they are changed in place.
+    It uses the current weights if they are changed in place.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GraphedInference:
                 self._network(self._input)
         torch.cuda.current_stream(batch.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with _garbage_collection_paused(), torch.cuda.graph(graph):
+        with _pause_garbage_collection(), torch.cuda.graph(graph):
             self._output = self._network(self._input)
         self._graph = graph
 
@@ -77,11 +77,11 @@ class GraphedNetwork(nn.Module):
         # Recording runs the network several times: restore buffers and random state.
         buffers = [buffer.clone() for buffer in self.network.buffers()]
         random = torch.cuda.get_rng_state(batch.device)
-        once = copy.copy(self.network)  # torch replaces its forward
+        network = copy.copy(self.network)  # torch replaces its forward
         try:
-            with _garbage_collection_paused():
+            with _pause_garbage_collection():
                 self._graph = torch.cuda.make_graphed_callables(
-                    once, (batch.clone(),), allow_unused_input=True
+                    network, (batch.clone(),), allow_unused_input=True
                 )
         finally:
             for buffer, value in zip(self.network.buffers(), buffers, strict=True):
@@ -91,7 +91,7 @@ class GraphedNetwork(nn.Module):
 
 
 def _try_record(record: Callable[[Tensor], None], batch: Tensor, on_failure: Report | None) -> bool:
-    """Record a graph; return whether that succeeded, and report a failure."""
+    """Record a graph and return whether it succeeded; report a failure."""
     try:
         record(batch)
     except RuntimeError as error:  # includes CUDA errors and out of memory
@@ -99,11 +99,10 @@ def _try_record(record: Callable[[Tensor], None], batch: Tensor, on_failure: Rep
             raise
         if batch.is_cuda:
             # The generator is still in capture mode: replace its state.
-            state = torch.cuda.get_rng_state(batch.device)
-            fresh = torch.Generator(batch.device)
-            fresh.set_state(state)
+            generator = torch.Generator(batch.device)
+            generator.set_state(torch.cuda.get_rng_state(batch.device))
             default = torch.cuda.default_generators[batch.device.index]
-            default.graphsafe_set_state(fresh.graphsafe_get_state())
+            default.graphsafe_set_state(generator.graphsafe_get_state())
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         on_failure(f"no CUDA graph: recording it failed ({reason})")
         return False
@@ -112,7 +111,7 @@ def _try_record(record: Callable[[Tensor], None], batch: Tensor, on_failure: Rep
 
 @contextmanager
 def ignore_stream_mismatch() -> Iterator[None]:
-    """Disable torch's warning about gradients of a recorded graph on another stream."""
+    """Disable torch's warning that gradients of a recorded graph are on another stream."""
     native: Any = torch._C
     if not hasattr(native, "_warn_on_accumulate_grad_stream_mismatch"):  # older torch
         yield
@@ -126,11 +125,8 @@ def ignore_stream_mismatch() -> Iterator[None]:
 
 
 @contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    """Collect garbage before recording and not during it.
-
-    Freeing an older graph invalidates the recording of another.
-    """
+def _pause_garbage_collection() -> Iterator[None]:
+    """Collect garbage before recording instead of during it, when freeing a graph is an error."""
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -16,7 +16,7 @@ from proximetry.models.embedder import Embedder
 
 # Smallest variance used in whitening, relative to the largest: the squared rounding error of
 # bfloat16 features. Smaller variances are noise, which whitening would amplify.
-_SMALLEST_VARIANCE = 1e-6
+_MIN_VARIANCE = 1e-6
 
 # From 0.001 to 0.1, MAP@R changes by about a point (benchmarks/default-recipe-search).
 _PRIOR = 0.03
@@ -42,15 +42,15 @@ def moments_of_few(
     """
     head = embedder.head
     if isinstance(head, nn.Linear):
-        spread = torch.mm(head.weight.double(), head.weight.double().t())
+        covariance = torch.mm(head.weight.double(), head.weight.double().t())
     else:
-        spread = torch.eye(len(moments) - 1, dtype=torch.float64, device=moments.device)
-    tiny = torch.finfo(spread.dtype).tiny  # a head of zeros
+        covariance = torch.eye(len(moments) - 1, dtype=torch.float64, device=moments.device)
+    tiny = torch.finfo(covariance.dtype).tiny  # for a head of zeros
     variance = moments[:-1, :-1].trace()
     if centered:
         variance = variance - moments[:-1, -1].square().sum() / moments[-1, -1]
-    scale = prior * variance.clamp(min=0) / spread.trace().clamp(min=tiny)
-    return moments + F.pad(scale * spread, (0, 1, 0, 1))
+    scale = prior * variance.clamp(min=0) / covariance.trace().clamp(min=tiny)
+    return moments + F.pad(scale * covariance, (0, 1, 0, 1))
 
 
 def principal_axes(
@@ -77,7 +77,7 @@ def principal_axes(
     if whitening:
         # Equal vectors have no variance about their mean.
         relative = values / values[-1].clamp(min=torch.finfo(values.dtype).tiny)
-        deviation = relative.clamp(min=_SMALLEST_VARIANCE).sqrt().flip(0)[:dim, None]
+        deviation = relative.clamp(min=_MIN_VARIANCE).sqrt().flip(0)[:dim, None]
         axes = axes / deviation**whitening
     return axes.float().contiguous()
 

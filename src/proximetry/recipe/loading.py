@@ -14,7 +14,7 @@ import yaml
 from proximetry._util.errors import UsageError, suggest
 from proximetry._util.files import read_text
 from proximetry._util.formatting import format_value, shorten
-from proximetry.models.constants import LARGEST_BITS
+from proximetry.models.constants import MAX_BITS
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -169,7 +169,7 @@ def merge(
         reset("loss.settings")
     merged = overlay(overlay({}, old), changes)
     bits, model = new.get("model.bits", old.get("model.bits")), merged.get("model")
-    if whole and type(bits) is int and 1 <= bits <= LARGEST_BITS and isinstance(model, dict):
+    if whole and type(bits) is int and 1 <= bits <= MAX_BITS and isinstance(model, dict):
         model.setdefault("dim", bits)  # one dimension per bit
     return merged
 
