@@ -130,9 +130,9 @@ def resolve_device(name: str | None = None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    if name not in ("cpu", *gpus, *(["cuda"] if gpus else [])):
-        available = ", ".join(["cpu", *(["cuda"] if gpus else []), *gpus])
-        raise UsageError(f"there is no device {format_value(name)}. Available: {available}.")
+    names = ["cpu", "cuda", *gpus] if gpus else ["cpu"]
+    if name not in names:
+        raise UsageError(f"there is no device {format_value(name)}. Available: {', '.join(names)}.")
     return torch.device(name)
 
 

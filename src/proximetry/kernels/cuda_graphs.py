@@ -26,7 +26,7 @@ class GraphedInference:
         self, network: Callable[[Tensor], Tensor], on_failure: Report | None = None
     ) -> None:
         self._network, self._on_failure = network, on_failure
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Any = None
         self._failed = False
 
     @torch.no_grad()
@@ -37,7 +37,6 @@ class GraphedInference:
         if self._failed or batch.shape != self._input.shape:
             return self._network(batch)
         self._input.copy_(batch)
-        assert self._graph is not None
         self._graph.replay()
         return self._output.clone()
 
@@ -61,7 +60,7 @@ class GraphedNetwork(nn.Module):
     def __init__(self, network: nn.Module, on_failure: Report | None = None) -> None:
         super().__init__()
         self.network, self._on_failure = network, on_failure
-        self._graph: Callable[..., Any] | None = None
+        self._graph: Any = None
         self._shape: torch.Size | None = None
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -69,9 +68,7 @@ class GraphedNetwork(nn.Module):
         if self._graph is None and not _try_record(self._record, batch, self._on_failure):
             self._graph = self.network
         network = self._graph if batch.shape == self._shape else self.network
-        assert network is not None
-        result: Tensor = network(batch)
-        return result
+        return network(batch)  # type: ignore[no-any-return]
 
     def _record(self, batch: Tensor) -> None:
         # Recording runs the network several times: restore buffers and random state.

@@ -241,8 +241,9 @@ def validate_batch(
     if labels.dtype not in _INTEGERS:
         raise ValueError(f"labels must be integers (class indices), got {labels.dtype}")
     if labels.shape != embeddings.shape[:1]:
-        got = list(labels.shape)
-        raise ValueError(f"{len(embeddings)} embeddings need as many labels, got {got}")
+        raise ValueError(
+            f"{len(embeddings)} embeddings need as many labels, got {list(labels.shape)}"
+        )
     if num_classes is not None and not torch.compiler.is_compiling():
         low, high = torch.stack(labels.aminmax()).tolist()
         if low < IGNORED or high >= num_classes:
@@ -277,11 +278,9 @@ def weights_tensor(embeddings: Tensor, weights: Weights, check_range: bool = Fal
             weights = torch.from_numpy(np.asarray(weights, np.float64))
         except (ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"weights must be numbers, one for each sample: {error}") from error
-    if weights.is_complex():
-        raise ValueError(f"weights must be real numbers, got {weights.dtype}")
     if weights.shape != embeddings.shape[:1]:
-        got = list(weights.shape)
-        raise ValueError(f"{len(embeddings)} embeddings need as many weights, got {got}")
+        shape = list(weights.shape)
+        raise ValueError(f"{len(embeddings)} embeddings need as many weights, got {shape}")
     weights = weights.detach().to(embeddings.device)
     if check_range and not torch.compiler.is_compiling():
         invalid = ~((weights >= 0) & torch.isfinite(weights))

@@ -129,8 +129,6 @@ def log1p_sum_exp(total: Tensor, shift: Tensor) -> Tensor:
 
 def intra_class_distance(weight: Tensor) -> Tensor:
     """Return half the mean distance of two proxies of a class (Saeki et al. 2021, eq. 3)."""
-    if weight.ndim != 3:
-        raise ValueError(f"proxies must be [C, K, D], got {list(weight.shape)}")
     classes, k, _ = weight.shape
     if k == 1:
         return weight.new_zeros(())

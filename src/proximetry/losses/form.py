@@ -33,9 +33,8 @@ class LossForm:
     join: Join
 
     def __post_init__(self) -> None:
-        one_of(*get_args(Aggregation))("similarity", self.similarity)
-        one_of(*get_args(By))("by", self.by)
-        one_of(*get_args(Join))("join", self.join)
+        for name, choices in (("similarity", Aggregation), ("by", By), ("join", Join)):
+            one_of(*get_args(choices))(name, getattr(self, name))
         if self.by == "class" and self.join != "separate":
             raise ValueError(f"a class-wise loss must have join='separate', got {self.join!r}")
 

@@ -221,8 +221,7 @@ class PairLoss(FullPrecision):
         # The position of the queue is in attributes, which are not in the state dictionary. It
         # follows from a buffer here.
         queue: Any = self.loss
-        state = torch.stack([self.remembered, is_finite.to(self.remembered)])
-        before, valid = state.tolist()  # one wait for the device
+        before, valid = torch.stack([self.remembered, is_finite.to(self.remembered)]).tolist()
         if not valid or not self.training:
             return _evaluate(queue.loss, queue.miner, x, labels)
         queue.queue_idx, queue.has_been_filled = before % size, before >= size

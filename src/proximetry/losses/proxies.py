@@ -22,7 +22,6 @@ from proximetry.losses.settings import (
 )
 
 Init = Literal["kaiming_normal", "kaiming_uniform", "normal", "small_normal", "sphere"]
-_check_init = one_of(*get_args(Init))
 
 
 def draw(shape: tuple[int, int, int], init: Init, generator: torch.Generator | None) -> Tensor:
@@ -37,7 +36,7 @@ def draw(shape: tuple[int, int, int], init: Init, generator: torch.Generator | N
     - ``small_normal`` (CosFace, ArcFace): standard deviation 0.01;
     - ``sphere`` (SphereFace, RegularFace): uniform on the unit sphere.
     """
-    _check_init("init", init)
+    one_of(*get_args(Init))("init", init)
     proxies = shape[0] * shape[1]
     weight = torch.empty(shape)
     if init == "kaiming_uniform":
@@ -132,14 +131,13 @@ class Proxies(FullPrecision):
         """
         names = self.names
         if isinstance(new_classes, Sequence) and not isinstance(new_classes, str):
-            added = count("new_classes", len(new_classes))
             if names is None:
                 raise ValueError("the old classes have no names. Set `names` first.")
             names += new_classes
-        else:
-            added = count("new_classes", new_classes)
-            if names is not None:
-                raise ValueError("the new classes need names, like the old ones. Pass names.")
+            new_classes = len(new_classes)
+        elif names is not None:
+            raise ValueError("the new classes need names, like the old ones. Pass names.")
+        added = count("new_classes", new_classes)
         total = self.num_classes + added
         encoded = _encode_names(names, total)
         old, new = self.weight, self._new_proxies(added, init, generator)
@@ -166,16 +164,14 @@ class Proxies(FullPrecision):
             if len(init) != added:
                 raise ValueError(f"{added} new classes need examples each, got {len(init)} sets")
             new = torch.stack([_cover(examples, *shape[1:], generator) for examples in init])
-        finite = torch.isfinite(new).flatten(1).all(1)
-        if not finite.all():
-            raise ValueError(f"init of new class {finite.tolist().index(False)} is not finite")
         directions = l2_normalize(new.float())[0]
-        nonzero = directions.any(2).all(1)
-        if not nonzero.all():  # zero proxies have no gradient
-            raise ValueError(
-                f"init of new class {nonzero.tolist().index(False)} has no direction: it is zero, "
-                "or its examples cancel out"
-            )
+        for valid, problem in (
+            (torch.isfinite(new).all(2), "is not finite"),
+            (directions.any(2), "has no direction: it is zero, or its examples cancel out"),
+        ):
+            if not valid.all():
+                label = valid.all(1).tolist().index(False)
+                raise ValueError(f"init of new class {label} {problem}")
         length = l2_normalize(self.weight.float())[1].mean()
         return directions.to(self.weight.device) * length
 

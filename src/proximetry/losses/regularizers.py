@@ -39,7 +39,7 @@ class IntraClassRegularizer(_Term):
         super().__init__(weight)
 
     def forward(self, proxies: Proxies | Tensor) -> Tensor:
-        """Return the term for proxies [C, K, D]."""
+        """Return the term for proxies [C, K, D] or [C, D]; zero for one proxy per class."""
         return self.weight * intra_class_distance(_weight_of(proxies))
 
 
@@ -57,9 +57,8 @@ class ExclusiveRegularizer(_Term):
         if weight.shape[0] == 1:
             return weight.sum() * 0.0
         with torch.autocast(weight.device.type, enabled=False):
-            flat, _ = rescale(weight.reshape(-1, weight.shape[-1]))
-            per_class = len(flat) // len(weight)
-            _, nearest = nearest_other_class(l2_normalize(flat.detach())[0], per_class)
+            flat, _ = rescale(weight.flatten(0, 1))
+            _, nearest = nearest_other_class(l2_normalize(flat.detach())[0], weight.shape[1])
             total: Tensor = _PairCosines.apply(flat, nearest)  # type: ignore[no-untyped-call]
             return self.weight * total / len(flat)
 
@@ -140,9 +139,10 @@ class AngularCenterLoss(_Term):
         centers = _weight_of(proxies)
         with torch.autocast(embeddings.device.type, enabled=False):
             labels, valid = _valid_labels(embeddings, labels, centers)
-            targets = centers[labels].reshape(len(labels), -1, centers.shape[-1])
             x = embeddings.to(centers.dtype).masked_fill((valid == 0).unsqueeze(1), 0.0)
-            cosine = (l2_normalize(targets)[0] @ l2_normalize(x)[0].unsqueeze(2)).amax((1, 2))
+            cosine = (l2_normalize(centers[labels])[0] @ l2_normalize(x)[0].unsqueeze(2)).amax(
+                (1, 2)
+            )
             return self.weight * weighted_mean(1.0 - cosine, valid)
 
 
@@ -173,4 +173,4 @@ def _weight_of(proxies: Proxies | Tensor) -> Tensor:
     weight = proxies.weight if isinstance(proxies, Proxies) else proxies
     if weight.ndim not in (2, 3):
         raise ValueError(f"proxies must be [C, D] or [C, K, D], got {list(weight.shape)}")
-    return weight
+    return weight.unsqueeze(1) if weight.ndim == 2 else weight

@@ -73,8 +73,8 @@ class ProxyNCAPlusPlus(_Softmax, name="proxy_nca_plus_plus"):
     def build(self, arguments: dict[str, Any]) -> None:
         """Create the proxies, and the parameter if T is learned."""
         super().build(arguments)
-        learned = arguments["learn_temperature"]
-        self.log_temperature = nn.Parameter(torch.zeros(())) if learned else None
+        learn = arguments["learn_temperature"]
+        self.log_temperature = nn.Parameter(torch.zeros(())) if learn else None
 
     @property
     def temperature(self) -> float:

@@ -139,12 +139,11 @@ class Embedder(nn.Module):
             bits: length of binary codes, a multiple of 8 such as 64; replaces `dim`, and
                 `encode(…, binary=True)` returns the signs of the vectors.
             pooling: "avg", "max", "avg+max" (their sum), "gem" (p = 3), "gem-learned" (p starts
-                at 3) or "flatten" for backbones with a feature map; "token" for transformers,
-                which pool their own tokens, or "cls-avg", the class token and the mean of the
-                patch tokens concatenated (DINOv2, DINOv3). "auto" is the pooling that the network
-                was trained with: "token" for transformers, "flatten" for sphereface20, and
-                "pre-logits", the input of the classifier, for other networks of timm. Other
-                poolings drop the layers after the network's own pooling, with a warning.
+                at 3) or "flatten" for feature maps; for transformers "token", their own pooling,
+                or "cls-avg", the class token and the mean patch token concatenated (DINOv2,
+                DINOv3). "auto" is the pooling of pretraining: "token" for transformers, "flatten"
+                for sphereface20, and "pre-logits", the input of the classifier, for other networks.
+                Other poolings drop the layers after the network's own pooling, with a warning.
             layer_norm: LayerNorm without affine after pooling (ProxyNCA++).
             normalize: L2-normalize the vectors.
             flip_tta: test-time augmentation: average the features of the image and its
@@ -235,9 +234,8 @@ class Embedder(nn.Module):
         architecture = Architecture(
             f"{CUSTOM}{name}", 0, "token", False, normalize, similarity=similarity
         )
-        embedder = cls(
-            module, architecture, preprocessing, WeightsRecord("custom", name, None, 0, [])
-        )
+        record = WeightsRecord("custom", name, None, 0, [])
+        embedder = cls(module, architecture, preprocessing, record)
         if embedder.dim != dim:
             raise ValueError(f"{name} returns {embedder.dim} dimensions, got dim {dim!r}")
         return embedder
@@ -585,15 +583,12 @@ def _probe_custom(module: nn.Module, preprocessing: Input) -> int:
     except Exception as error:  # of a custom network
         reason = shorten(" ".join(str(error).split()), 300)
         raise ValueError(f"{call}, raises {type(error).__name__}: {reason}") from error
-    if not isinstance(output, Tensor):
-        raise ValueError(f"{call}, returns {type(output).__name__}, not a tensor [batch, dim]")
-    valid = output.ndim == 2 and len(output) == len(batch) and output.shape[1] > 0
+    is_tensor = isinstance(output, Tensor)
+    valid = is_tensor and output.ndim == 2 and len(output) == len(batch) and output.shape[1] > 0
     if not valid or not output.is_floating_point() or not torch.isfinite(output).all():
-        raise ValueError(
-            f"{call}, returns {list(output.shape)} {output.dtype}, not finite floats "
-            f"[{len(batch)}, dim]"
-        )
-    return output.shape[1]
+        kind = f"{list(output.shape)} {output.dtype}" if is_tensor else type(output).__name__
+        raise ValueError(f"{call}, returns {kind}, not finite floats [{len(batch)}, dim]")
+    return output.shape[1]  # type: ignore[no-any-return]
 
 
 def versions() -> dict[str, str]:

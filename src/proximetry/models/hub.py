@@ -76,13 +76,11 @@ def push(embedder: Embedder, repo_id: str, license: str | None, private: bool) -
         address = api.create_repo(repo_id, private=private, exist_ok=True)
         before = api.model_info(repo_id)
         files = {path.name: path for path in folder.iterdir()}
-        stale = {file.rfilename for file in before.siblings or ()} - files.keys()
+        others = {file.rfilename for file in before.siblings or ()} - files.keys()
         changes: list[Any] = [CommitOperationAdd("README.md", card)]
         changes += [CommitOperationAdd(name, str(path)) for name, path in files.items()]
-        stale = {name for name in stale if is_embedder_file(Path(name))}
-        changes += [CommitOperationDelete(name) for name in sorted(stale)]
-        # With a parent it fails if another commit happened meanwhile.
-        message = "Save the embedder"
+        changes += [CommitOperationDelete(n) for n in sorted(others) if is_embedder_file(Path(n))]
+        message = "Save the embedder"  # with a parent it fails if another commit happened
         api.create_commit(repo_id, changes, commit_message=message, parent_commit=before.sha)
     return str(address)
 

@@ -7,6 +7,7 @@ variance, so prefixes of the vectors can be used directly.
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ def moments_of_few(
 ) -> Tensor:
     """Return regularized second moments of fewer vectors than dimensions.
 
-    Adds W Wᵀ of the head, the variance of the vectors if features had equal variance in all
+    Adds W Wᵀ of the head, the covariance of the vectors if features had equal variance in all
     directions: otherwise the choice among directions without variance is arbitrary. `prior` is its
     weight relative to the total variance, about the origin or, if `centered`, the mean.
     """
@@ -83,15 +84,14 @@ def principal_axes(
 
 
 @torch.no_grad()
-def centered(embedder: Embedder, mean: Tensor) -> Embedder:
-    """Return a copy of an embedder whose head subtracts a mean [dim].
+def subtract_mean(embedder: Embedder, mean: Tensor) -> Embedder:
+    """Return a copy of an embedder with a head, which subtracts a mean [dim].
 
-    Centered on the training images, each bit of a binary code is set for about half of them.
+    With the mean of the training images, each bit of a binary code is set for about half of them.
     """
-    shifted = copy.deepcopy(embedder)
-    assert isinstance(shifted.head, nn.Linear)
-    shifted.head.bias.sub_(mean)
-    return shifted
+    result: Any = copy.deepcopy(embedder)
+    result.head.bias.sub_(mean)
+    return result  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
