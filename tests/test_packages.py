@@ -61,6 +61,20 @@ def test_package_imports_only_allowed_packages(package):
         assert reached <= ALLOWED[package] | {package, "_util"}, path
 
 
+def test_source_never_unpickles_files():
+    """Unpickling runs code, and files may come from strangers."""
+    unpicklers = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+    for path in SOURCE.rglob("*.py"):
+        imported = {name for name in imported_modules(path) if name.split(".")[0] in unpicklers}
+        assert imported <= {"pickle.UnpicklingError"}, path
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if type(node) is ast.Call]
+        for call in calls:
+            options = {word.arg: ast.unparse(word.value) for word in call.keywords}
+            assert options.get("allow_pickle", "False") == "False", path
+            default = "missing" if ast.unparse(call.func) == "torch.load" else "True"
+            assert options.get("weights_only", default) == "True", path
+
+
 LIGHT = """
 import sys, proximetry, proximetry._util.files, proximetry._util.machine, proximetry._util.types
 from proximetry.metrics import Metrics

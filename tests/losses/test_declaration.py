@@ -39,7 +39,8 @@ def test_every_setting_has_a_default_that_passes_its_check_and_a_meaning(name):
 
 
 BAD = [
-    ("proxy_ancor", {}, "'proxy_anchor'"),
+    ("proxy_ancor", {}, "did you mean 'proxy_anchor'"),
+    ("xyz", {}, "Valid names: .*proxy_anchor"),
     ("proxy_anchor", {"alpha": 0.0}, "alpha .* 0.0"),
     ("proxy_anchor", {"alpha": 0.1, "margin": 32}, "margin .* 32"),
     ("proxy_anchor", {"alpha": float("nan")}, "alpha .* got nan"),

@@ -1,4 +1,6 @@
+import hashlib
 import json
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -6,8 +8,10 @@ import pytest
 import torch
 
 from proximetry.models import Embedder
+from proximetry.models.storage import weights_name
 from tests.interrupt import completes, kill_at
 from tests.models import transformers  # noqa: F401 (importing registers tiny_dinov3)
+from tests.models.test_weights import Harmful
 
 
 def make(seed=0, backbone="test_resnet", **settings):
@@ -77,6 +81,28 @@ def test_metadata_round_trip(tmp_path):
     text = json.loads((tmp_path / "e" / "embedder.json").read_text())
     assert text["version"] == 1
     assert set(text["versions"]) == {"proximetry", "torch", "timm"}
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch"])
+def test_load_rejects_other_files(tmp_path, monkeypatch, kind):
+    """A pickle of matching name, size and checksum is not loaded: its code would run."""
+    monkeypatch.chdir(tmp_path)
+    folder = make().save(tmp_path / "e")
+    (weights,) = folder.glob("*.safetensors")
+    if kind == "pickle":
+        weights.write_bytes(pickle.dumps(Harmful()))
+    else:
+        torch.save({"head.bias": Harmful()}, weights)
+    content = weights.read_bytes()
+    description = json.loads((folder / "embedder.json").read_text())
+    del description["checksum"]
+    digest = hashlib.sha256(content).hexdigest()
+    description["tensors"] = {"sha256": digest, "bytes": len(content)}
+    (folder / "embedder.json").write_text(json.dumps(description))
+    weights.rename(folder / weights_name(digest))
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        Embedder.load(folder)
+    assert not (tmp_path / "harmed").exists()
 
 
 def test_load_preserves_random_state_in_threads_and_needs_no_hub(tmp_path, monkeypatch):

@@ -159,7 +159,7 @@ def test_bad_weights_files_are_rejected_and_run_no_code(tmp_path, monkeypatch):
         **dict.fromkeys(("harm.pth", "harm2.pth"), "run code"),
         **{name: name for name in ("junk.pth", "empty.pth", "list.pth", "number.pth")},
         "junk.safetensors": "junk.safetensors",
-        "nowhere.pth": "not found",
+        "nowhere.pth": "not found: nowhere.pth. Choices: ",
         "weights.txt": ".safetensors, .pth",
     }.items():
         with pytest.raises(WeightsError, match=re.escape(message)) as caught:

@@ -3,7 +3,6 @@
 import hashlib
 import importlib.util
 import logging
-import pickle
 import re
 import sys
 from contextlib import suppress
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from os import PathLike
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
@@ -241,7 +241,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except UnpicklingError as error:
         raise WeightsError(
             f"{path} contains more than tensors, which could run code, or is damaged. If you trust "
             "it, save model.state_dict() with safetensors."
