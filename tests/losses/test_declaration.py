@@ -1,4 +1,4 @@
-"""Settings: declared once, checked wherever they are given."""
+"""Declaration and validation of the settings of losses."""
 
 import copy
 import inspect

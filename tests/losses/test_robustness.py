@@ -1,4 +1,4 @@
-"""Nothing overflows, nothing turns NaN, no precision is lost, and it compiles."""
+"""Extreme values, NaN, precision, devices, compilation and invalid batches."""
 
 from array import array
 from functools import partial

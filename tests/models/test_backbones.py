@@ -174,7 +174,7 @@ def test_dropped_layers_do_not_change_features(name):
         "bn_inception",
     ],
 )
-def test_auto_pooling_is_timms_pre_logits(name):
+def test_auto_pooling_equals_timms_pre_logits(name):
     torch.manual_seed(0)
     reference = timm.create_model(name).eval()
     size = 224 if name.startswith("vit") else 64

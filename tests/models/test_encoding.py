@@ -178,7 +178,7 @@ def test_encode_in_threads_restores_modes_and_statistics():
 
 
 @given(st.data())
-def test_evaluating_nested_and_overlapping(data):
+def test_evaluation_mode_nested_and_overlapping(data):
     """Contexts exit in any order, and networks share modules."""
     shared = nn.Dropout()
     networks = [nn.Sequential(shared, nn.Dropout()), nn.Sequential(nn.Dropout().eval(), shared)]

@@ -100,7 +100,7 @@ def check_rejected(folder, text):
 
 @settings(max_examples=50)
 @given(data=st.data())
-def test_changed_descriptions(saved, tmp_path_factory, data):
+def test_mutated_descriptions(saved, tmp_path_factory, data):
     """Moved, removed and extreme values, without a checksum."""
     document = json.loads((saved / "embedder.json").read_text())
     del document["checksum"]

@@ -35,7 +35,7 @@ def cached(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_never_silently_random(no_hub, monkeypatch):
+def test_missing_weights_raise_and_list_choices(no_hub, monkeypatch):
     with pytest.raises(WeightsError) as caught:
         Embedder.create("test_resnet")
     for choice in ("weights='hub'", "'.safetensors'", "weights='none'", ".[weights]"):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Report = Callable[[str], None]
+OnFailure = Callable[[str], None]
 
 
 class GraphedInference:
@@ -23,7 +23,7 @@ class GraphedInference:
     """
 
     def __init__(
-        self, network: Callable[[Tensor], Tensor], on_failure: Report | None = None
+        self, network: Callable[[Tensor], Tensor], on_failure: OnFailure | None = None
     ) -> None:
         self._network, self._on_failure = network, on_failure
         self._graph: Any = None
@@ -57,7 +57,7 @@ class GraphedInference:
 class GraphedNetwork(nn.Module):
     """A network whose forward and backward pass are CUDA graphs."""
 
-    def __init__(self, network: nn.Module, on_failure: Report | None = None) -> None:
+    def __init__(self, network: nn.Module, on_failure: OnFailure | None = None) -> None:
         super().__init__()
         self.network, self._on_failure = network, on_failure
         self._graph: Any = None
@@ -87,7 +87,9 @@ class GraphedNetwork(nn.Module):
         self._shape = batch.shape
 
 
-def _try_record(record: Callable[[Tensor], None], batch: Tensor, on_failure: Report | None) -> bool:
+def _try_record(
+    record: Callable[[Tensor], None], batch: Tensor, on_failure: OnFailure | None
+) -> bool:
     """Record a graph and return whether it succeeded; report a failure."""
     try:
         record(batch)
