@@ -53,7 +53,7 @@ def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.N
     if array.dtype.kind not in "iub":
         raise ValueError(f"{name} must be integers or strings, got {array.dtype}")
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"{name} has a value above 2^63 − 1: {array.max()}.")
+        raise ValueError(f"{name} has a value above 2^63 − 1: {array.max()}")
     return array.astype(np.int64)
 
 
