@@ -171,7 +171,7 @@ def check_writable(file: Path) -> None:
         if file.is_dir():
             raise UsageError(f"{file} is a folder. Pass the path of a file.")
         if not file.parent.is_dir():
-            raise UsageError(f"{file} cannot be written: there is no folder {file.parent}. Create it.")
+            raise UsageError(f"{file}: there is no folder {file.parent}. Create it.")
         if file.exists() and not file.is_file():  # a device or a pipe, which a rename would replace
             raise UsageError(f"{file} is a device or a pipe. Pass the path of a file.")
         with TemporaryFile(dir=file.parent):

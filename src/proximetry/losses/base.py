@@ -241,9 +241,8 @@ def validate_batch(
     if labels.dtype not in _INTEGERS:
         raise ValueError(f"labels must be integers (class indices), got {labels.dtype}")
     if labels.shape != embeddings.shape[:1]:
-        raise ValueError(
-            f"{len(embeddings)} embeddings need as many labels, got {list(labels.shape)}"
-        )
+        shape = list(labels.shape)
+        raise ValueError(f"{len(embeddings)} embeddings need as many labels, got {shape}")
     if num_classes is not None and not torch.compiler.is_compiling():
         low, high = torch.stack(labels.aminmax()).tolist()
         if low < IGNORED or high >= num_classes:

@@ -80,9 +80,8 @@ def push(embedder: Embedder, repo_id: str, license: str | None, private: bool) -
         changes: list[Any] = [CommitOperationAdd("README.md", card)]
         changes += [CommitOperationAdd(name, str(path)) for name, path in files.items()]
         changes += [CommitOperationDelete(n) for n in sorted(others) if is_embedder_file(Path(n))]
-        message = "Save the embedder"
-        # With a parent it fails if another commit has happened.
-        api.create_commit(repo_id, changes, commit_message=message, parent_commit=before.sha)
+        message, parent = "Save the embedder", before.sha  # another parent is an error
+        api.create_commit(repo_id, changes, commit_message=message, parent_commit=parent)
     return str(address)
 
 
