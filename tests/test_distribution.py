@@ -1,4 +1,4 @@
-"""The wheel and the sdist hold what they must, and each extra installs what its feature needs."""
+"""The wheel and the sdist are complete, and each extra installs what its feature needs."""
 
 import subprocess
 import sys

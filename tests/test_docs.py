@@ -91,7 +91,7 @@ def test_documented_commands_work(home, monkeypatch, capsys):
         code = cli.main(words)
         message = capsys.readouterr().err
         if words[0] == "push":
-            assert "no token of the hub" in message
+            assert "no hub token" in message
         else:
             assert code == 0, f"{line}: {message}"
     assert {"vectors.npz", "neighbors.html", "mine.onnx", "gallery"} <= set(os.listdir(home))

@@ -63,7 +63,7 @@ def compare(fast, layer, x):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("act", [nn.Identity, nn.ReLU, nn.ReLU6, nn.SiLU])
 @pytest.mark.parametrize("shape", [(3, 24, 5, 7), (2, 70, 3, 3), (1, 1, 1, 1)])
-def test_frozen_norm_is_torchs(shape, act, dtype):
+def test_frozen_norm_equals_torch(shape, act, dtype):
     layer = freeze_batchnorm(moving(shape[1], act))
     compare(fused_norm, layer, images(*shape, dtype=dtype))
 
@@ -81,7 +81,7 @@ def share_among(monkeypatch, programs, parts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("act", [nn.Identity, nn.ReLU, nn.ReLU6])
 @pytest.mark.parametrize("shape", [(3, 24, 5, 7), (2, 70, 3, 3), (2, 1, 1, 1), (2, 33, 1, 1)])
-def test_moving_norm_is_torchs(shape, act, dtype):
+def test_training_norm_equals_torch(shape, act, dtype):
     layer = moving(shape[1], act, eps=0.1, momentum=0.3)
     compare(fused_norm, layer, images(*shape, dtype=dtype))
     assert layer.num_batches_tracked.item() == 2
@@ -99,12 +99,12 @@ def test_options_of_norm(options, frozen):
 
 @FEW_PROGRAMS
 @pytest.mark.parametrize("batch", [1, 2, 6, 9])
-def test_moving_norm_of_many_rows(batch, programs, parts, monkeypatch):
+def test_training_norm_of_many_rows(batch, programs, parts, monkeypatch):
     share_among(monkeypatch, programs, parts)
     compare(fused_norm, moving(24, nn.ReLU6), images(batch, 24, 8, 9))
 
 
-def test_moving_norm_whose_scale_and_shift_do_not_learn():
+def test_training_norm_with_frozen_scale_and_shift():
     layer, x = moving(8, nn.ReLU), images(2, 8, 3, 3)
     twin = copy.deepcopy(layer)
     for parameter in layer.parameters():
@@ -118,7 +118,7 @@ def test_moving_norm_whose_scale_and_shift_do_not_learn():
 @FEW_PROGRAMS
 @pytest.mark.parametrize(("outlier", "tolerance"), [(0, 1e-6), (100, 1e-4)])
 @pytest.mark.parametrize(("middle", "spread"), [(0, 1), (100, 0.1), (-3e4, 0.5), (7, 0)])
-def test_statistics_wherever_the_mean_lies(
+def test_statistics_are_accurate_for_any_mean(
     middle, spread, outlier, tolerance, programs, parts, monkeypatch
 ):
     share_among(monkeypatch, programs, parts)
@@ -174,7 +174,7 @@ def test_second_derivatives_raise():
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
-def test_a_recorded_norm_moves_its_statistics():
+def test_recorded_norm_updates_its_statistics():
     layer, x = fuse(moving(24, nn.ReLU6)), images(3, 24, 5, 7)
     twin = copy.deepcopy(layer)
     recorded = torch.cuda.make_graphed_callables(layer, (x,))
@@ -195,7 +195,7 @@ def test_a_recorded_norm_moves_its_statistics():
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("kernel", [3, 5])
-def test_depthwise_is_torchs(kernel, stride, same, size):
+def test_depthwise_equals_torch(kernel, stride, same, size):
     kind = Conv2dSame if same else nn.Conv2d
     padding = 0 if same else kernel // 2
     layer = kind(24, 24, kernel, stride, padding, groups=24, bias=False).to(DEVICE)

@@ -118,7 +118,7 @@ def test_any_window_of_any_image(data, interpolation, seed):
         ((40, 40), (3, 5, 36, 34), (18, 21)),
     ],
 )
-def test_particular_windows(shape, box, size, interpolation):
+def test_edge_case_windows(shape, box, size, interpolation):
     for seed, flip in [(0, False), (1, True)]:
         check_window(image(seed, *shape), box, flip, size, interpolation)
 
@@ -164,9 +164,7 @@ def test_random_crops_equal_torchvision(crop, interpolation):
     less=st.tuples(st.integers(0, 4), st.integers(0, 4)),
     interpolation=st.sampled_from(list(MODES)),
 )
-def test_center_crops_are_exactly_what_reading_the_image_gives(
-    height, width, resize, less, interpolation
-):
+def test_center_crops_equal_reading_the_image(height, width, resize, less, interpolation):
     crop = resize - less[0], resize - less[1]
     file = Image.fromarray(image(height * width, height, width))
     cached = np.asarray(resize_image(file, resize, interpolation))
@@ -179,7 +177,7 @@ def test_center_crops_are_exactly_what_reading_the_image_gives(
 
 @on_cuda
 @BOTH
-def test_a_large_batch_on_the_gpu(interpolation):
+def test_large_batch_on_the_gpu(interpolation):
     sizes = [(288, 384), (384, 288), (300, 300), (50, 700)] * 8
     pixels = PixelCache.in_memory([image(k, *size) for k, size in enumerate(sizes)])
     transform = RandomResizedCrop(224, interpolation=interpolation)
@@ -193,7 +191,7 @@ def test_a_large_batch_on_the_gpu(interpolation):
 
 
 @on_cuda
-def test_nothing_waits_for_the_gpu():
+def test_crops_do_not_synchronize_with_the_gpu():
     pixels = PixelCache.in_memory([image(k, 40, 50) for k in range(8)]).to("cuda")
     transform, view = RandomResizedCrop(24), CenterCrop(24)
     rows = np.arange(8)
@@ -220,7 +218,7 @@ def test_pixels_beyond_two_gib():
 
 
 @on_cuda
-def test_windows_too_large_to_count_are_scaled_on_the_cpu():
+def test_oversized_windows_are_scaled_on_the_cpu():
     pixels = PixelCache.in_memory([image(4, 1, 40_000)])
     windows = one_window(0, 0, 1, 40_000, True)
     got = resample(pixels.to("cuda"), [0], windows, (1, 20_000), "bilinear")
@@ -230,7 +228,7 @@ def test_windows_too_large_to_count_are_scaled_on_the_cpu():
 
 @on_cuda
 @BOTH
-def test_without_triton_the_gpu_gets_the_crops_of_the_cpu(interpolation, monkeypatch):
+def test_crops_without_triton_equal_the_cpu(interpolation, monkeypatch):
     monkeypatch.setattr("proximetry.data.resample._kernel", lambda: None)
     pixels = PixelCache.in_memory([image(k, 30 + k, 40) for k in range(6)])
     transform, rows = RandomResizedCrop(24, interpolation=interpolation), np.arange(6)

@@ -51,7 +51,7 @@ def test_inference_on_the_gpu_follows_the_weights():
 
 
 @on_gpu
-def test_training_on_the_gpu_is_the_networks():
+def test_training_on_the_gpu_equals_the_network():
     network = make_network()
     plain = copy.deepcopy(network)
     graphed = GraphedNetwork(network)

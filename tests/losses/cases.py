@@ -1,4 +1,4 @@
-"""What the loss tests share: one small problem per loss, and the names, from the registry."""
+"""Helpers of the loss tests: small losses and batches, and the names of the registry."""
 
 import torch
 
@@ -10,7 +10,7 @@ MULTI = [name for name in NAMES if "proxies_per_class" in losses.loss_settings(n
 
 
 def make(name, classes=7, dim=5, k=None, seed=0, **settings):
-    """A loss with k proxies per class where it can have several."""
+    """Return a loss, with k proxies per class if it supports several."""
     torch.manual_seed(seed)
     if k is not None and name in MULTI:
         settings["proxies_per_class"] = k
@@ -24,7 +24,7 @@ def batch(size=9, classes=7, dim=5, seed=1, dtype=torch.float64):
 
 
 def problem(loss, x, proxies, y, length):
-    """What the loss hands to its engine."""
+    """Return the problem that the loss passes to its engine."""
     scale, offset = loss.negative_logit(length)
     weight = loss.negative_weight(x.new_zeros(len(proxies)).index_fill(0, y, 1.0))
     return Problem(x, proxies, y, loss.form, loss.gamma, scale, offset, weight)

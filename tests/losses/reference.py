@@ -1,7 +1,7 @@
-"""The losses once more, from the papers, in NumPy float64 and plain loops.
+"""Reference implementations of the losses, from the papers, in NumPy float64 and loops.
 
-Nothing here is shared with the package. ``x`` is [B, D], ``w`` is [C, K, D], ``y`` is [B]. A loss
-with the name ``mpa`` has its formula in the function ``mpa``, with the settings by their names.
+Independent of the package. ``x`` is [B, D], ``w`` is [C, K, D], ``y`` is [B]. The function ``mpa``
+has the formula of the loss ``mpa``, and its settings as arguments.
 """
 
 from itertools import combinations

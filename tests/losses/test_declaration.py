@@ -1,4 +1,4 @@
-"""Settings: declared once, checked wherever they are given."""
+"""Declaration and validation of the settings of losses."""
 
 import copy
 import inspect
@@ -39,7 +39,8 @@ def test_every_setting_has_a_default_that_passes_its_check_and_a_meaning(name):
 
 
 BAD = [
-    ("proxy_ancor", {}, "'proxy_anchor'"),
+    ("proxy_ancor", {}, "did you mean 'proxy_anchor'"),
+    ("xyz", {}, "Valid names: .*proxy_anchor"),
     ("proxy_anchor", {"alpha": 0.0}, "alpha .* 0.0"),
     ("proxy_anchor", {"alpha": 0.1, "margin": 32}, "margin .* 32"),
     ("proxy_anchor", {"alpha": float("nan")}, "alpha .* got nan"),
@@ -89,7 +90,7 @@ def test_checking_pair_losses_needs_no_extra(monkeypatch):
         (lambda: losses.ProxyAnchor(0, 4), ValueError, "num_classes .* got 0"),
         (lambda: losses.ProxyAnchor(2.5, 4), ValueError, "num_classes .* got 2.5"),
         (lambda: losses.MPA(3, 4, alhpa=1.0), TypeError, "MPA has no setting 'alhpa', did you"),
-        (lambda: losses.MPA(3, 4, temperature=1), TypeError, "'temperature'; known are: num_c"),
+        (lambda: losses.MPA(3, 4, temperature=1), TypeError, "'temperature'. Valid names: num_c"),
         (lambda: losses.MPA(3), TypeError, "MPA: missing a required argument: 'dim'"),
         (lambda: losses.ProxyAnchor(3, 4, 1.0, 0.1, "auto"), TypeError, "too many positional"),
         (lambda: losses.LossForm("single", "class", "softmax"), ValueError, "softmax"),

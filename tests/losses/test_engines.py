@@ -1,4 +1,4 @@
-"""The streamed engine gives the dense engine's numbers, for any shape and tile."""
+"""The streamed engine equals the dense engine for any shape and tile."""
 
 import pytest
 import torch
@@ -29,8 +29,8 @@ def test_streamed_equals_dense_in_float32(name, size, classes, dim, k, entries, 
         patch.setitem(streamed_module.TILE_ENTRIES, "cpu", entries)
         got = value_and_gradients(second, x, y)
     assert got[0].item() == pytest.approx(expected[0].item(), rel=1e-5, abs=1e-6)
-    # The gradient of a cosine is what is left of (slope / length) when its radial part is taken
-    # away, so that is the scale of its rounding; ArcFace's slope has a pole at cosines of ±1.
+    # The gradient of a cosine is (slope / length) minus its radial part, which is the scale of its
+    # rounding errors. The slope of ArcFace has a pole at cosines of ±1.
     slope = float(max(getattr(first, key, 0.0) for key in ("alpha", "scale")) or 2.0)
     if name == "arcface":
         own = first.similarities(x).gather(1, y.unsqueeze(1))
@@ -62,7 +62,7 @@ def test_auto_engine_streams_large_problems(monkeypatch, name, classes, k, engin
 
 
 @pytest.mark.parametrize("name", ["proxy_anchor", "mpa", "soft_triple", "proxy_nca_plus_plus"])
-def test_streaming_never_holds_batch_by_classes(name):
+def test_streaming_never_allocates_batch_by_classes(name):
     """Every tensor that streaming makes is far smaller than batch × classes × K."""
     size, classes, dim, k = 64, 4096, 8, 2
     loss = make(name, classes, dim, k, engine="streamed")

@@ -1,4 +1,4 @@
-"""Each loss against its formula, its paper's gradient, finite differences, and its relatives."""
+"""Each loss against its formula, the gradient in its paper, and finite differences."""
 
 import inspect
 

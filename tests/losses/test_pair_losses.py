@@ -1,4 +1,4 @@
-"""Pair losses from pytorch-metric-learning behind our interface."""
+"""Pair losses from pytorch-metric-learning with the interface of proxy losses."""
 
 import pytest
 import torch
@@ -131,7 +131,7 @@ def test_loss_objects_give_their_own_values(make_loss):
     assert list(PairLoss(loss).parameters()) == list(loss.parameters())
 
 
-def test_any_miner_with_a_name_or_an_object():
+def test_miner_overrides_the_default():
     x, y = batch(size=24, dtype=torch.float32)
     miner = BatchHardMiner()
     plain = peer.TripletMarginLoss(margin=0.1)
@@ -151,7 +151,7 @@ NOT_REDUCED = peer.ContrastiveLoss(reducer=DoNothingReducer())
         (lambda: PairLoss("triplet", marign=1.0), "marign"),
         (lambda: PairLoss("vicreg"), "objects"),
         (lambda: PairLoss(peer.SupConLoss), "SupConLoss"),
-        (lambda: PairLoss(None), "loss .* None"),
+        (lambda: PairLoss(None), "loss None"),
         (lambda: PairLoss("triplet", miner="semihard"), "miner .* 'semihard'"),
         (lambda: PairLoss("triplet", miner=BatchHardMiner), "BatchHardMiner"),
         (lambda: PairLoss(peer.SupConLoss(), temperature=0.1), "SupConLoss .* 'temperature'"),

@@ -63,7 +63,7 @@ def test_state_round_trips_through_safetensors(name):
     assert torch.equal(other.proxies.weight, loss.proxies.weight)
 
 
-def test_state_without_names_forgets_old_ones_and_copies_keep_them():
+def test_loading_state_without_names_removes_them():
     named = Proxies(2, 3, names=["a", "b"])
     assert copy.deepcopy(named).names == ["a", "b"]
     named.load_state_dict(Proxies(2, 3).state_dict())
@@ -82,7 +82,7 @@ def test_names_reject_duplicates_and_wrong_types(names, message):
 
 
 @pytest.mark.parametrize("optimizer_type", [torch.optim.AdamW, torch.optim.SGD])
-def test_growing_keeps_the_old_classes_and_their_moments(optimizer_type):
+def test_grow_preserves_old_proxies_and_moments(optimizer_type):
     loss = make("mpa", k=2)
     options = {"momentum": 0.9} if optimizer_type is torch.optim.SGD else {}
     optimizer = optimizer_type(parameter_groups(nn.Linear(2, 2), loss, lr=0.01), **options)
@@ -161,7 +161,7 @@ def test_grow_rejects_invalid_arguments(proxies, new_classes, options, message):
     assert proxies.num_classes == 2
 
 
-def test_parameter_groups_hold_everything_once():
+def test_parameter_groups_contain_every_parameter_once():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5))
     model[0].requires_grad_(False)
     loss = losses.ProxyNCAPlusPlus(7, 5, learn_temperature=True)

@@ -4,10 +4,12 @@ import pytest
 import torch
 from timm.layers import DropPath
 from torch import nn
+from torch.nn import functional as F
 
 from proximetry.kernels.layers import fuse
 from proximetry.models import Embedder, list_backbones
 from proximetry.models.backbones import build, load_timm, prepare, set_drop_path
+from proximetry.models.backbones.bn_inception import _BLOCKS
 from tests.models import transformers  # noqa: F401 (importing registers tiny_dinov3)
 
 timm = load_timm()
@@ -65,9 +67,6 @@ def test_bn_inception_has_the_checkpoints_names_and_shapes():
 
 def test_bn_inception_block_equals_functional_calls():
     model = timm.create_model("bn_inception", num_classes=0).eval()
-    from torch.nn import functional as F
-
-    from proximetry.models.backbones.bn_inception import _BLOCKS
 
     def unit(name, x, stride=1):
         conv, bn = getattr(model, name), getattr(model, f"{name}_bn")
@@ -175,7 +174,7 @@ def test_dropped_layers_do_not_change_features(name):
         "bn_inception",
     ],
 )
-def test_auto_pooling_is_timms_pre_logits(name):
+def test_auto_pooling_equals_timms_pre_logits(name):
     torch.manual_seed(0)
     reference = timm.create_model(name).eval()
     size = 224 if name.startswith("vit") else 64

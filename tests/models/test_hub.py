@@ -227,7 +227,7 @@ def test_download_rejects_damaged_and_oversized_files(server, monkeypatch):
     tensors = json.loads(good["embedder.json"])["tensors"]
     cases = {
         "is damaged": {**good, "embedder.json": good["embedder.json"][:-9]},
-        "names no weights file": changed(good, tensors={"sha256": "../x", "bytes": 1}),
+        "weights file is missing": changed(good, tensors={"sha256": "../x", "bytes": 1}),
         "checksum": {**good, name: good[name][:-1] + b"\0"},
         "at most 1 bytes": changed(good, tensors={**tensors, "bytes": 1}),
     }
@@ -237,7 +237,7 @@ def test_download_rejects_damaged_and_oversized_files(server, monkeypatch):
             Embedder.from_hub(REPO)
     server.commit(REPO, good)
     requests = len(server.requests)
-    monkeypatch.setattr(hub, "LARGEST_DESCRIPTION", 10)
+    monkeypatch.setattr(hub, "MAX_DESCRIPTION_BYTES", 10)
     with pytest.raises(ValueError, match="was not downloaded"):
         Embedder.from_hub(REPO)
     assert not any(line.startswith("GET") for line in server.requests[requests:])

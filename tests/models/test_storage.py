@@ -1,13 +1,18 @@
+import hashlib
 import json
+import pickle
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from proximetry.models import Embedder
+from proximetry.models.storage import weights_name
 from tests.interrupt import completes, kill_at
 from tests.models import transformers  # noqa: F401 (importing registers tiny_dinov3)
+from tests.models.test_weights import Harmful
 
 
 def make(seed=0, backbone="test_resnet", **settings):
@@ -79,6 +84,24 @@ def test_metadata_round_trip(tmp_path):
     assert set(text["versions"]) == {"proximetry", "torch", "timm"}
 
 
+def test_load_rejects_other_files(tmp_path, monkeypatch):
+    """Also with a matching name, size and checksum; unpickling would run code."""
+    monkeypatch.chdir(tmp_path)
+    folder = make().save("e")
+    description = json.loads((folder / "embedder.json").read_text())
+    del description["checksum"]
+    torch.save({"head.bias": Harmful()}, "torch.pt")
+    harmful = pickle.dumps(Harmful()), Path("torch.pt").read_bytes()
+    for content in (*harmful, b"", b"x" * 100, (10**15).to_bytes(8, "little") + b"{}"):
+        digest = hashlib.sha256(content).hexdigest()
+        description["tensors"] = {"sha256": digest, "bytes": len(content)}
+        (folder / "embedder.json").write_text(json.dumps(description))
+        (folder / weights_name(digest)).write_bytes(content)
+        with pytest.raises(ValueError, match="not a safetensors file"):
+            Embedder.load(folder)
+    assert not Path("harmed").exists()
+
+
 def test_load_preserves_random_state_in_threads_and_needs_no_hub(tmp_path, monkeypatch):
     folder = make().save(tmp_path / "e")
     monkeypatch.setattr("proximetry.models.weights._hub_file", lambda name: pytest.fail("hub"))
@@ -118,7 +141,7 @@ def test_save_rejects_folders_with_other_files_and_values_json_cannot_represent(
     with pytest.raises(ValueError, match="is a file"):
         make().save(tmp_path / "thesis.txt")
     assert (tmp_path / "embedder.json").read_text() == "{}"
-    with pytest.raises(ValueError, match="plain values"):
+    with pytest.raises(ValueError, match="JSON values"):
         make().save(tmp_path / "e", metrics={"x": object()})
     assert not (tmp_path / "e").exists()
     # Other files beside an embedder stay.

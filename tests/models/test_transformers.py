@@ -76,7 +76,7 @@ def test_position_embeddings_of_files_are_resampled(tmp_path):
         Embedder.create("test_vit", 8, weights=tmp_path / "other.safetensors", image_size=64)
 
 
-def test_backbone_layers_are_timms_groups():
+def test_backbone_layers_equal_timms_groups():
     embedder = made("test_vit3")  # nine blocks and a pooling by attention
     layers = embedder.backbone_layers()
     named = {id(value): name for name, value in embedder.backbone.named_parameters()}

@@ -674,7 +674,7 @@ def test_run_folder_is_locked(recipe, tmp_path, monkeypatch):
     display.message = messages.append
     with pytest.raises(RunError, match=f"^{us} is training in"):
         train(recipe, tmp_path / "run", display=display)
-    assert messages == [f"waiting up to 0.1 s for {us}, at work in {tmp_path / 'run'}"]
+    assert messages == [f"waiting up to 0.1 s for {us}, which uses {tmp_path / 'run'}"]
     folder.release()
     train(with_(recipe, "training", epochs=1), tmp_path / "run")
 

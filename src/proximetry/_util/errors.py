@@ -1,4 +1,4 @@
-"""Errors of invalid input, and what their messages suggest."""
+"""The error of invalid input, and helpers for its messages."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 
 class UsageError(ValueError):
-    """Invalid input from the user, found before anything was written."""
+    """Invalid input from the user, raised before anything is written."""
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Return ", did you mean 'x'?" for the nearest known name, else a short list of them."""
-    names = list(known)
+def suggest(name: str, valid_names: Iterable[str]) -> str:
+    """Return ", did you mean 'x'?" for the nearest valid name, else a list if it is short."""
+    names = list(valid_names)
     match = get_close_matches(name.lower(), names, 1)
     if match:
         return f", did you mean {match[0]!r}?"
-    return f"; known are: {', '.join(names)}." if len(names) <= 24 else "."
+    return f". Valid names: {', '.join(names)}." if len(names) <= 24 else "."
 
 
-def is_integer(value: Any, least: int = 1) -> bool:
-    """Return whether a value is an integer of any type, at least `least`, and no bool."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+def is_integer(value: Any, minimum: int = 1) -> bool:
+    """Return whether a value is an integer of any type but bool, at least `minimum`."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= minimum

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 PART_SUFFIX = ".part"
 """Suffix of files that are still being written."""
-_PART = re.compile(r"\.proximetry-[0-9a-f]{32}-(.+)\.part", re.DOTALL)
-# Errors of writing to an open file, which name no file.
+_PART_NAME = re.compile(r"\.proximetry-[0-9a-f]{32}-(.+)\.part", re.DOTALL)
+# Errors of writing to an open file, which have no file name.
 _DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EROFS, getattr(errno, "EDQUOT", None))
 CHECKSUM = "checksum"
 """Key of the checksum in JSON files."""
 CHECKSUM_PLACEHOLDER = f"sha256:{64 * '0'}"
 """Placeholder of the checksum of a file within the file itself."""
-_SEALED = re.compile(rb"sha256:[0-9a-f]{64}")
+_CHECKSUM_VALUE = re.compile(rb"sha256:[0-9a-f]{64}")
 MAX_CACHE_BYTES, DISK_SHARE = 20_000_000_000, 1 / 5
-"""Limits of all pixel caches together: bytes, and their share of the disk space they could use."""
+"""Limits of all pixel caches together: size, and share of the disk space available to them."""
 
 
 def cache_folder() -> Path:
@@ -44,7 +44,7 @@ def cache_folder() -> Path:
 
 
 class WriteError(OSError):
-    """A file that could not be written, and why."""
+    """A file cannot be written."""
 
     def __str__(self) -> str:
         return f"{self.filename} cannot be written: {self.strerror}"
@@ -52,15 +52,15 @@ class WriteError(OSError):
 
 @contextmanager
 def name_write_errors(file: Path) -> Iterator[None]:
-    """Name the file in errors of writing to it: those of a full disk name none."""
+    """Add the file name to errors of writing to it; errors of a full disk have none."""
     try:
         yield
     except OSError as error:
-        named = error.filename
-        if named is None and error.errno not in _DISK_ERRORS:
+        name = error.filename
+        if name is None and error.errno not in _DISK_ERRORS:
             raise  # of a network, for example
-        if named is not None and named != str(file) and not final_name(Path(named)):
-            raise  # it is about another file, which was read meanwhile
+        if name is not None and name != str(file) and not final_name(Path(name)):
+            raise  # of another file, which was being read
         raise WriteError(error.errno, error.strerror or str(error), str(file)) from error
 
 
@@ -71,7 +71,7 @@ def atomic_path(file: Path, *, durable: bool = True) -> Iterator[Path]:
     The content is flushed before the rename, so a killed process or a power failure leaves either
     the old file or the new one. Without ``durable`` a power failure may damage the file.
     """
-    # A name may have 255 bytes at most.
+    # File names are limited to 255 bytes.
     part = file.with_name(f".proximetry-{uuid4().hex}-{file.name[-40:]}{PART_SUFFIX}")
     try:
         with name_write_errors(file):
@@ -99,7 +99,7 @@ def sync_folder(folder: Path) -> None:
 
 def final_name(path: Path) -> str:
     """Return the final name of a temporary file of `atomic_path`, "" for any other file."""
-    match = _PART.fullmatch(path.name)
+    match = _PART_NAME.fullmatch(path.name)
     return match[1] if match else ""
 
 
@@ -110,31 +110,28 @@ def atomic_write(file: Path, content: bytes, *, durable: bool = True) -> None:
 
 
 def with_checksum(content: bytes) -> bytes:
-    """Replace the first `CHECKSUM_PLACEHOLDER` by the checksum of the content."""
+    """Replace the first `CHECKSUM_PLACEHOLDER` with the checksum of the content."""
     digest = hashlib.sha256(content).hexdigest()
     return content.replace(CHECKSUM_PLACEHOLDER.encode(), f"sha256:{digest}".encode(), 1)
 
 
 def has_valid_checksum(content: bytes) -> bool:
     """Return whether the content is unchanged since `with_checksum`."""
-    seal = _SEALED.search(content)
-    if seal is None:
+    match = _CHECKSUM_VALUE.search(content)
+    if match is None:
         return False
-    digest = hashlib.sha256(content[: seal.start()] + CHECKSUM_PLACEHOLDER.encode())
-    digest.update(memoryview(content)[seal.end() :])
-    return seal[0] == f"sha256:{digest.hexdigest()}".encode()
+    digest = hashlib.sha256(content[: match.start()] + CHECKSUM_PLACEHOLDER.encode())
+    digest.update(memoryview(content)[match.end() :])
+    return match[0] == f"sha256:{digest.hexdigest()}".encode()
 
 
 def json_with_checksum(
-    content: Mapping[str, Any], plain: Callable[[Any], Any] | None = None
+    content: Mapping[str, Any], convert: Callable[[Any], Any] | None = None
 ) -> bytes:
-    """Return a JSON file with its checksum, for `read_json`; `plain` converts other values."""
-    whole = {
-        CHECKSUM: CHECKSUM_PLACEHOLDER,
-        **content,
-    }  # first, since only the first one is filled in
-    text = json.dumps(whole, indent=2, ensure_ascii=False, default=plain) + "\n"
-    # Names that come from file names need not be text; JSON has escapes for them.
+    """Return a JSON file with its checksum, for `read_json`; `convert` is for non-JSON values."""
+    content = {CHECKSUM: CHECKSUM_PLACEHOLDER, **content}  # `with_checksum` replaces the first
+    text = json.dumps(content, indent=2, ensure_ascii=False, default=convert) + "\n"
+    # File names may not be UTF-8; JSON has escapes for them.
     return with_checksum(text.encode(errors="backslashreplace"))
 
 
@@ -150,9 +147,9 @@ def acquire_lock(file: Path, timeout: float, report: Callable[[str], None]) -> B
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            report(f"waiting up to {timeout:g} s for {_owner(file)}, at work in {file.parent}")
+            report(f"waiting up to {timeout:g} s for {_owner(file)}, which uses {file.parent}")
             lock.acquire(timeout=timeout)
-        with suppress(OSError):  # Windows lets nobody write to it
+        with suppress(OSError):  # Windows forbids writing to a locked file
             file.write_text(f"{os.getpid()}\n{socket.gethostname()}\n", encoding="utf-8")
     except Timeout:
         raise TimeoutError(_owner(file)) from None
@@ -169,14 +166,14 @@ def _owner(lock: Path) -> str:
 
 
 def check_writable(file: Path) -> None:
-    """Raise for a file that `atomic_path` could not write; leaves nothing behind."""
+    """Raise if `atomic_path` could not write a file, without creating it."""
     try:
         if file.is_dir():
-            raise UsageError(f"{file} is a folder; name a file in it")
+            raise UsageError(f"{file} is a folder. Pass the path of a file.")
         if not file.parent.is_dir():
-            raise UsageError(f"{file} cannot be written: there is no folder {file.parent}")
+            raise UsageError(f"{file}: there is no folder {file.parent}. Create it.")
         if file.exists() and not file.is_file():  # a device or a pipe, which a rename would replace
-            raise UsageError(f"{file} is no file that can be replaced; name another one")
+            raise UsageError(f"{file} is a device or a pipe. Pass the path of a file.")
         with TemporaryFile(dir=file.parent):
             pass
     except OSError as error:
@@ -191,12 +188,12 @@ def read_text(path: Path, limit: int) -> str:
         with path.open("rb") as file:
             content = file.read(limit + 1)
         if len(content) > limit:
-            raise ValueError(f"{path} is larger than {readable_size(limit)}, too large to be right")
+            raise ValueError(f"{path} is too large: over {readable_size(limit)}")
         return content.decode()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error.reason} at {error.start}") from error
+        raise ValueError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def read_json(path: Path, limit: int) -> Any:
@@ -207,7 +204,7 @@ def read_json(path: Path, limit: int) -> Any:
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {shorten(str(error), 200)}") from error
     if isinstance(content, dict) and CHECKSUM in content and not has_valid_checksum(text.encode()):
-        raise ValueError(f"{path} is damaged: it does not have the checksum it was saved with")
+        raise ValueError(f"{path} is damaged: its checksum does not match")
     return content
 
 
@@ -224,7 +221,7 @@ def check_format(path: Path, content: Any, name: str, version: int) -> dict[str,
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; raise ValueError also for deep nesting."""
+    """Parse JSON; deep nesting is a ValueError, too."""
     try:
         return json.loads(text)
     except RecursionError:

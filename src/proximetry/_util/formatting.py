@@ -1,4 +1,4 @@
-"""Numbers, values and lists as text for messages."""
+"""Format numbers, values and lists for messages."""
 
 from __future__ import annotations
 
@@ -15,23 +15,19 @@ def join_first(items: Iterable[str], limit: int = 5) -> str:
 
 def first_few(lines: Sequence[str], elsewhere: str, limit: int = 5) -> list[str]:
     """Return the first lines for the terminal, and where the full list is."""
-    if len(lines) <= limit:
-        return [*lines]
-    return [
-        *lines[:limit],
-        f"and {format_int(len(lines) - limit)} more; all are in {elsewhere}",
-    ]
+    more = f"and {format_int(len(lines) - limit)} more; all are in {elsewhere}"
+    return [*lines[:limit], more] if len(lines) > limit else [*lines]
 
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 200
-_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 3, 12, 12, 12
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 200
+_REPR.maxlevel, _REPR.maxlist, _REPR.maxtuple, _REPR.maxdict = 3, 12, 12, 12
 
 
 def format_value(value: object) -> str:
     """Return the repr of a value for a message, shortened."""
     try:
-        return shorten(_SHORT.repr(value), 240)
+        return shorten(_REPR.repr(value), 240)
     except ValueError:  # Python does not print integers of more than 4300 digits
         return "a very large integer"
 

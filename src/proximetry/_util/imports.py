@@ -23,7 +23,7 @@ def missing_package(purpose: str, module: str, extra: str | None) -> ModuleNotFo
 
 
 def install_hint(extra: str) -> str:
-    """Return how to install an extra, with and without a package index."""
+    """Return how to install an extra."""
     return f"install the extra {extra!r}, in a clone with pip install '.[{extra}]'"
 
 
@@ -44,7 +44,7 @@ def lazy_exports(
         except ModuleNotFoundError as error:
             if extra is None:
                 raise
-            # Also where a package below names an extra: ours installs that too, and the rest.
+            # This extra includes the extras of lower packages, which the error may name.
             raise missing_package(f"{package}.{name}", error.name or "", extra) from error
 
     return load

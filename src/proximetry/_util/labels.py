@@ -1,4 +1,4 @@
-"""Labels of any form as NumPy arrays."""
+"""Convert labels of any type to NumPy arrays."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Labels = Tensor | npt.NDArray[Any] | Sequence[int] | Sequence[str]
 
 
 def as_array(values: Any, name: str) -> npt.NDArray[Any]:
-    """Return a NumPy array of a tensor, a list or a column of a table."""
+    """Convert a tensor, a list or a table column to a NumPy array."""
     if isinstance(values, Tensor):
         if values.is_meta:
-            raise ValueError(f"{name} must hold values: a tensor on the device 'meta' has none")
-        # NumPy knows no bfloat16.
+            raise ValueError(f"{name} must have values, got a tensor on the device 'meta'")
         values = values.detach().cpu()
+        # NumPy has no bfloat16.
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()  # type: ignore[no-any-return]
     try:
         return np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{name} cannot be made an array: {error}") from error
+        raise ValueError(f"{name} cannot be converted to an array: {error}") from error
 
 
 def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.NDArray[Any]:
@@ -36,7 +36,7 @@ def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.N
         got = format_value(values) if array.ndim == 0 else f"shape {array.shape}"
         raise ValueError(f"{name} must be a sequence of integers or strings, got {got}")
     if len(array) != length:
-        raise ValueError(f"{name} has {len(array)} entries for {length} items; they must match")
+        raise ValueError(f"{name} has {len(array)} entries for {length} items")
     if array.dtype.kind in "OT":
         array = _unbox(array, name)
     if len(array) == 0:
@@ -46,9 +46,9 @@ def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.N
         if isinstance(values, Sequence):
             # NumPy converts a list that mixes numbers and text to text, and drops null characters.
             if not all(isinstance(entry, str) for entry in values):
-                raise ValueError(f"{name} mixes strings with other kinds; use one kind of label")
+                raise ValueError(f"{name} mixes strings and other types. Use one type of label.")
             if any(str(entry).endswith("\0") for entry in values):
-                raise ValueError(f"{name} end in null characters, which NumPy drops; remove them")
+                raise ValueError(f"{name} end in null characters, which NumPy drops. Remove them.")
         return array
     if array.dtype.kind not in "iub":
         raise ValueError(f"{name} must be integers or strings, got {array.dtype}")
@@ -58,7 +58,7 @@ def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.N
 
 
 def _unbox(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
-    """Return strings or integers from an array of Python objects, as tables have them."""
+    """Convert an array of Python objects, as in tables, to strings or integers."""
     entries = array.tolist()
     for kind, dtype in ((str, np.str_), ((int, np.integer), np.int64)):
         if all(isinstance(entry, kind) for entry in entries):

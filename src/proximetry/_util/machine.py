@@ -1,4 +1,4 @@
-"""Cores, memory, devices, and settings of torch that threads share."""
+"""Cores, memory and devices of the machine; torch settings that threads share."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def available_memory() -> int:
         available = int(line.split()[1]) * 1024
     for limit, usage, cache in _CGROUP_MEMORY:
         with suppress(OSError, ValueError):  # no container, or no limit: "max"
-            most, used = (int((_CGROUP / name).read_text()) for name in (limit, usage))
+            allowed, used = (int((_CGROUP / name).read_text()) for name in (limit, usage))
             lines = (_CGROUP / limit).with_name("memory.stat").read_text().splitlines()
             freeable = int(dict(line.split() for line in lines).get(cache, 0))
-            available = min(available, max(0, most - used + freeable))
+            available = min(available, max(0, allowed - used + freeable))
     return available
 
 
-_settings = Lock()
+_settings_lock = Lock()
 # By object: the number of threads that override it, and its value before the first of them.
 _overridden: dict[Any, tuple[int, Any]] = {}
 
@@ -69,7 +69,7 @@ def override(
     Evaluation mode and full precision may be needed by several threads of a server at a time.
     """
     all_targets = list(targets)
-    with _settings:
+    with _settings_lock:
         for target in all_targets:
             users, before = _overridden.get(target) or (0, read(target))
             _overridden[target] = users + 1, before
@@ -77,7 +77,7 @@ def override(
     try:
         yield
     finally:
-        with _settings:
+        with _settings_lock:
             for target in all_targets:
                 users, before = _overridden.pop(target)
                 if users > 1:
@@ -89,29 +89,29 @@ def override(
 def torch_pool(workers: int, threads: int) -> ThreadPoolExecutor:
     """Start threads that each compute with `threads` threads of torch.
 
-    A thread takes the number that was set last when it first computes, and keeps it, so the number
-    for other threads is restored once all workers have started.
+    A thread adopts the number that was set last when it first computes, so the previous number is
+    restored for other threads once all workers have started.
     """
     import torch
 
     def limit() -> None:
-        torch.get_num_threads()  # which takes the number, else the first computation would
+        torch.get_num_threads()  # adopts the global number, which the first computation would do
         torch.set_num_threads(threads)
         started.wait()
 
     started = Barrier(workers + 1)
-    with _settings, ThreadPoolExecutor(1) as new:
+    with _settings_lock, ThreadPoolExecutor(1) as new_thread:
         torch.get_num_threads()
-        last = new.submit(torch.get_num_threads).result()
+        previous = new_thread.submit(torch.get_num_threads).result()
         pool = ThreadPoolExecutor(workers, initializer=limit)
         for _ in range(workers):
             pool.submit(int)
         started.wait()
-        new.submit(torch.set_num_threads, last).result()
+        new_thread.submit(torch.set_num_threads, previous).result()
     return pool
 
 
-_random = RLock()
+_rng_lock = RLock()
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def preserve_rng_state() -> Iterator[None]:
     """Restore torch's CPU random state on exit; one thread at a time."""
     import torch
 
-    with _random, torch.random.fork_rng(devices=[]):
+    with _rng_lock, torch.random.fork_rng(devices=[]):
         yield
 
 
@@ -130,12 +130,12 @@ def resolve_device(name: str | None = None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    if name not in ("cpu", *gpus, *(["cuda"] if gpus else [])):
-        known = f"cpu, cuda, {', '.join(gpus)}" if gpus else "cpu alone: torch sees no CUDA GPU"
-        raise UsageError(f"there is no device {format_value(name)}; there is {known}")
+    names = ["cpu", "cuda", *gpus] if gpus else ["cpu"]
+    if name not in names:
+        raise UsageError(f"there is no device {format_value(name)}. Available: {', '.join(names)}.")
     return torch.device(name)
 
 
 def by_device(device: torch.device, *, cpu: int, cuda: int) -> int:
-    """Return the setting for a kind of device; anything but CUDA counts as a CPU."""
+    """Return the value for a type of device; all but CUDA count as CPU."""
     return cuda if device.type == "cuda" else cpu

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from proximetry._util.machine import by_device
 
-# Vectors shorter than this have no direction: they count as zero and receive no gradient.
-_SHORTEST = 1e-12
-# Squares of numbers from 2⁶⁴ on are infinite in float32, and those below 2⁻⁷⁵ vanish. So vectors
-# with largest entries beyond these limits are multiplied by a power of two, which is exact.
-_LONG, _IF_LONG = 2.0**50, 2.0**-80
-_SHORT, _IF_SHORT = 2.0**-38, 2.0**70
+# Shorter vectors have no direction: they count as zero and receive no gradient.
+_MIN_LENGTH = 1e-12
+# In float32, squares of numbers of at least 2⁶⁴ are infinite, and those of numbers below 2⁻⁷⁵ zero.
+# Vectors with a larger or smaller largest entry are multiplied by a power of two, which is exact.
+_LARGE, _LARGE_FACTOR = 2.0**50, 2.0**-80
+_SMALL, _SMALL_FACTOR = 2.0**-38, 2.0**70
 
 
 def chunks(total: int, size: int) -> Iterator[slice]:
@@ -37,41 +37,41 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> tuple[T
     sizes = [torch.zeros_like(row_count) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, row_count, group=group)
     counts = [int(size) for size in sizes]
-    # Collectives take equal shapes: pad to the largest share.
+    # Collectives need equal shapes.
     padded = torch.zeros((max(counts), *rows.shape[1:]), dtype=rows.dtype, device=device)
     padded[: rows.shape[0]] = rows.detach()
     parts = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(parts, padded, group=group)
-    whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-    return whole.to(rows.device), counts
+    gathered = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    return gathered.to(rows.device), counts
 
 
 def inverse_length(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Return 1 / ‖v‖ over the last dimension, 0 for zero vectors; and ‖v‖ itself.
 
-    Where ‖v‖ overflows the inverse is NaN: 0 would pass the vector off as a zero vector.
+    Where ‖v‖ overflows, the inverse is NaN; 0 would mean a zero vector.
     """
     length = torch.linalg.vector_norm(vectors, dim=-1)
-    measured = length > _SHORTEST
-    safe = torch.where(measured, length, torch.ones_like(length))
-    inverse = torch.where(measured, safe.reciprocal(), torch.zeros_like(length))
+    nonzero = length > _MIN_LENGTH
+    safe = torch.where(nonzero, length, torch.ones_like(length))
+    inverse = torch.where(nonzero, safe.reciprocal(), torch.zeros_like(length))
     return inverse.masked_fill(torch.isinf(length), torch.nan), length
 
 
 def rescale(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Return vectors scaled so that their squares are representable, and the factors [...]."""
     largest = torch.linalg.vector_norm(vectors.detach(), torch.inf, dim=-1)
-    # Filled on the device: numbers that were copied there would fit into no CUDA graph.
-    factor = torch.ones_like(largest).masked_fill(largest < _SHORT, _IF_SHORT)
-    factor = factor.masked_fill(largest > _LONG, _IF_LONG)
+    # Filled on the device: a copy from the CPU cannot be part of a CUDA graph.
+    factor = torch.ones_like(largest).masked_fill(largest < _SMALL, _SMALL_FACTOR)
+    factor = factor.masked_fill(largest > _LARGE, _LARGE_FACTOR)
     return vectors * factor.unsqueeze(-1), factor
 
 
 def l2_normalize(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Return the vectors scaled to length one, and their lengths ([..., D] and [...]).
 
-    A zero vector stays zero and its gradient is zero: finite whatever the precision, where
-    dividing by a small constant would send gradients of 1e6 and more into half-precision layers.
+    A zero vector stays zero and its gradient is zero. Dividing by a small constant instead would
+    send gradients of 1e6 and more into half-precision layers.
     """
     rescaled, factor = rescale(vectors)
     inverse, length = inverse_length(rescaled)

@@ -20,5 +20,5 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int64]
     FloatArray = npt.NDArray[np.float64]
-else:  # annotations alone
+else:  # for annotations only
     IntArray = FloatArray = Any

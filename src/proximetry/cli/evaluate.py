@@ -25,7 +25,7 @@ from proximetry.cli.options import (
 from proximetry.cli.output import check_out, print_result, progress_bar, skip_hint
 from proximetry.cli.train import key_options
 from proximetry.metrics.scores import Metrics
-from proximetry.models.constants import LARGEST_DIM, Similarity
+from proximetry.models.constants import MAX_DIM, Similarity
 
 if TYPE_CHECKING:
     from proximetry.metrics import Evaluation
@@ -43,7 +43,7 @@ def evaluate(
     split: Literal["test", "train", "val", "all"] | None = None,
     options: MetricsOptions = {},  # noqa: B006
     eval_dims: Annotated[
-        tuple[int, ...] | None, Parameter(validator=Number(gte=1, lte=LARGEST_DIM))
+        tuple[int, ...] | None, Parameter(validator=Number(gte=1, lte=MAX_DIM))
     ] = None,
     per_class: Flag = False,
     confusions: Annotated[int, Parameter(validator=Number(gte=0))] = 0,

@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
-from proximetry.models.constants import LARGEST_BATCH
+from proximetry.models.constants import MAX_BATCH_SIZE
 
 Flag = Annotated[bool, Parameter(negative=())]
 AsJson = Annotated[Flag, Parameter(name="--json", help="print one JSON document, for scripts.")]
 BatchSize = Annotated[
     int,
     Parameter(
-        validator=Number(gte=1, lte=LARGEST_BATCH),
+        validator=Number(gte=1, lte=MAX_BATCH_SIZE),
         converter=lambda kind, tokens: int(tokens[0].value),  # cyclopts alone would round 2.5
         help="images per forward pass.",
     ),

@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from proximetry.kernels.channels import CHANNELS, SIZES, program_channels
 
 _ROWS = 128  # per program and step
-# Programs of a reduction over rows: four per multiprocessor of an H200. Each writes partial sums.
+# Programs that reduce rows to partial sums: four per multiprocessor of an H200.
 _PROGRAMS = 528
-# Channels and partial sums per program that joins them: few channels, so many programs.
+# Channels and partial sums of a program that joins them. Few channels make many programs.
 _JOIN_CHANNELS = 8
 _JOIN_PARTS = 128
 
@@ -66,7 +66,7 @@ def _count(part, rows, programs, BM: tl.constexpr):
 def _statistics(x, parts, rows, C, programs, BM: tl.constexpr, BC: tl.constexpr):
     """Compute mean and sum of squared deviations of each part of the rows."""
     c, part = program_channels(C, BC)
-    # Relative to a value of the part: squares would cancel if the mean is far from zero.
+    # Relative to one value, because squares would cancel if the mean is far from zero.
     origin = tl.load(x + (part * BM).to(tl.int64) * C + c, mask=c < C, other=0.0).to(tl.float32)
     total = tl.zeros((BM, BC), tl.float32)
     squares = tl.zeros((BM, BC), tl.float32)
@@ -184,7 +184,7 @@ def _backward_moving(
 
 @triton.jit(do_not_specialize=SIZES)
 def _join_sums(parts, sums, C, programs, BP: tl.constexpr, BC: tl.constexpr):
-    """Sum the parts, [programs, C] to [C]; torch's sum takes several times as long."""
+    """Sum the parts, [programs, C] to [C], several times faster than torch."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     total = tl.zeros((BP, BC), tl.float32)
     for first in range(0, programs, BP):
@@ -217,8 +217,8 @@ def statistics(
         parts, *result, mean, variance, batches, momentum, rows, channels, programs,
         BM=_ROWS, BP=_JOIN_PARTS, BC=_JOIN_CHANNELS,
     )  # fmt: skip
-    for changed in (mean, variance, batches):  # which autograd cannot see
-        torch.autograd.graph.increment_version(changed)
+    for buffer in (mean, variance, batches):  # changed without autograd
+        torch.autograd.graph.increment_version(buffer)
     return result[0], result[1]
 
 

@@ -1,7 +1,7 @@
 """CUDA graphs: record the kernels of a network once and replay them with one launch.
 
-Networks take one tensor. Batches of another shape than the first run without the graph, and so does
-everything after a failed recording if `on_failure` is given (otherwise the error is raised).
+Networks take one tensor. Batches of another shape than the first run without the graph. If a
+recording fails, `on_failure` is called and all batches run without a graph; by default it raises.
 """
 
 import copy
@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Report = Callable[[str], None]
+OnFailure = Callable[[str], None]
 
 
 class GraphedInference:
     """A network whose forward pass, without gradients, is a CUDA graph.
 
-    It uses the current weights, as long as they are changed in place.
+    It uses the current weights if they are changed in place.
     """
 
     def __init__(
-        self, network: Callable[[Tensor], Tensor], on_failure: Report | None = None
+        self, network: Callable[[Tensor], Tensor], on_failure: OnFailure | None = None
     ) -> None:
         self._network, self._on_failure = network, on_failure
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Any = None
         self._failed = False
 
     @torch.no_grad()
@@ -37,7 +37,6 @@ class GraphedInference:
         if self._failed or batch.shape != self._input.shape:
             return self._network(batch)
         self._input.copy_(batch)
-        assert self._graph is not None
         self._graph.replay()
         return self._output.clone()
 
@@ -50,7 +49,7 @@ class GraphedInference:
                 self._network(self._input)
         torch.cuda.current_stream(batch.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with _garbage_collection_paused(), torch.cuda.graph(graph):
+        with _pause_garbage_collection(), torch.cuda.graph(graph):
             self._output = self._network(self._input)
         self._graph = graph
 
@@ -58,10 +57,10 @@ class GraphedInference:
 class GraphedNetwork(nn.Module):
     """A network whose forward and backward pass are CUDA graphs."""
 
-    def __init__(self, network: nn.Module, on_failure: Report | None = None) -> None:
+    def __init__(self, network: nn.Module, on_failure: OnFailure | None = None) -> None:
         super().__init__()
         self.network, self._on_failure = network, on_failure
-        self._graph: Callable[..., Any] | None = None
+        self._graph: Any = None
         self._shape: torch.Size | None = None
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -69,19 +68,17 @@ class GraphedNetwork(nn.Module):
         if self._graph is None and not _try_record(self._record, batch, self._on_failure):
             self._graph = self.network
         network = self._graph if batch.shape == self._shape else self.network
-        assert network is not None
-        result: Tensor = network(batch)
-        return result
+        return network(batch)  # type: ignore[no-any-return]
 
     def _record(self, batch: Tensor) -> None:
         # Recording runs the network several times: restore buffers and random state.
         buffers = [buffer.clone() for buffer in self.network.buffers()]
         random = torch.cuda.get_rng_state(batch.device)
-        once = copy.copy(self.network)  # torch replaces its forward
+        network = copy.copy(self.network)  # torch replaces its forward
         try:
-            with _garbage_collection_paused():
+            with _pause_garbage_collection():
                 self._graph = torch.cuda.make_graphed_callables(
-                    once, (batch.clone(),), allow_unused_input=True
+                    network, (batch.clone(),), allow_unused_input=True
                 )
         finally:
             for buffer, value in zip(self.network.buffers(), buffers, strict=True):
@@ -90,8 +87,10 @@ class GraphedNetwork(nn.Module):
         self._shape = batch.shape
 
 
-def _try_record(record: Callable[[Tensor], None], batch: Tensor, on_failure: Report | None) -> bool:
-    """Record a graph; return whether that succeeded, and report a failure."""
+def _try_record(
+    record: Callable[[Tensor], None], batch: Tensor, on_failure: OnFailure | None
+) -> bool:
+    """Record a graph and return whether it succeeded; report a failure."""
     try:
         record(batch)
     except RuntimeError as error:  # includes CUDA errors and out of memory
@@ -99,11 +98,10 @@ def _try_record(record: Callable[[Tensor], None], batch: Tensor, on_failure: Rep
             raise
         if batch.is_cuda:
             # The generator is still in capture mode: replace its state.
-            state = torch.cuda.get_rng_state(batch.device)
-            fresh = torch.Generator(batch.device)
-            fresh.set_state(state)
+            generator = torch.Generator(batch.device)
+            generator.set_state(torch.cuda.get_rng_state(batch.device))
             default = torch.cuda.default_generators[batch.device.index]
-            default.graphsafe_set_state(fresh.graphsafe_get_state())
+            default.graphsafe_set_state(generator.graphsafe_get_state())
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         on_failure(f"no CUDA graph: recording it failed ({reason})")
         return False
@@ -112,7 +110,7 @@ def _try_record(record: Callable[[Tensor], None], batch: Tensor, on_failure: Rep
 
 @contextmanager
 def ignore_stream_mismatch() -> Iterator[None]:
-    """Disable torch's warning about gradients of a recorded graph on another stream."""
+    """Disable torch's warning that gradients of a recorded graph are on another stream."""
     native: Any = torch._C
     if not hasattr(native, "_warn_on_accumulate_grad_stream_mismatch"):  # older torch
         yield
@@ -126,11 +124,8 @@ def ignore_stream_mismatch() -> Iterator[None]:
 
 
 @contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    """Collect garbage before recording and not during it.
-
-    Freeing an older graph invalidates the recording of another.
-    """
+def _pause_garbage_collection() -> Iterator[None]:
+    """Collect garbage before recording instead of during it, when freeing a graph is an error."""
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -13,7 +13,7 @@ from torch.nn.grad import conv2d_weight
 
 from proximetry.kernels.channels import CHANNELS, SIZES, program_channels
 
-# A strip is four neighbors in a row of the result, which share their inputs.
+# A strip is four adjacent pixels in a row of the result, which share inputs.
 _STRIPS = 16  # per program
 _PROGRAMS = 2048  # of a reduction over strips
 
@@ -204,7 +204,7 @@ def _empty(like: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _suits_cudnn(x: Tensor, size: Sequence[int]) -> bool:
-    """Whether cuDNN is faster, except for the input gradient: at stride 1."""
+    """Return whether cuDNN is faster, at stride 1 except for the input gradient."""
     return x.is_cuda and tuple(x.shape[2:]) == tuple(size)
 
 
@@ -272,8 +272,8 @@ class _Depthwise(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.settings = stride, padding
         if _suits_cudnn(x, size):
-            plain = weight.permute(2, 0, 1).unsqueeze(1).to(x.dtype)
-            return F.conv2d(x, plain, padding=padding, groups=x.shape[1])
+            torch_weight = weight.permute(2, 0, 1).unsqueeze(1).to(x.dtype)
+            return F.conv2d(x, torch_weight, padding=padding, groups=x.shape[1])
         return _convolve(x, weight, stride, padding, size)
 
     @staticmethod

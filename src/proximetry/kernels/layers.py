@@ -1,8 +1,8 @@
 """Faster CUDA layers: batch norm with its activation, and depthwise convolutions.
 
-`fuse` replaces the class of supported layers, `unfuse` restores it. Parameters, buffers and names
-stay the same, and so do checkpoints. Layers fall back to torch where kernels do not apply: on the
-CPU, for other memory formats, when compiling.
+`fuse` replaces the class of supported layers, `unfuse` restores it. Parameters, buffers, names and
+checkpoints stay the same. Layers use torch where the kernels do not apply: on the CPU, for other
+memory formats, and when compiling.
 """
 
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ _ACTIVATIONS: dict[type[nn.Module], int] = {nn.Identity: 0, nn.ReLU: 1, nn.ReLU6
 
 
 def _suits(x: Tensor) -> bool:
-    """Whether the kernels support this tensor."""
+    """Return whether the kernels support this tensor."""
     return (
         x.is_cuda
         and not torch.compiler.is_compiling()
@@ -42,7 +42,7 @@ class FusedBatchNorm2d(nn.BatchNorm2d):
 
 
 def _suits_norm(layer: nn.BatchNorm2d, x: Tensor) -> bool:
-    """Whether the kernels support this layer and input; errors are left to torch."""
+    """Return whether the kernels support this layer and input; torch raises errors."""
     if layer.running_mean is None or x.shape[1] != layer.num_features:
         return False
     return not layer.training or (
@@ -104,8 +104,8 @@ def _padding(layer: Any, axis: int, length: int) -> tuple[int, int]:
 
 
 def _is_norm(layer: nn.Module) -> bool:
-    drops = getattr(layer, "drop", None)  # timm's may have dropout before the activation
-    return isinstance(layer, nn.BatchNorm2d) and isinstance(drops, nn.Identity | None)
+    dropout = getattr(layer, "drop", None)  # of timm's batch norms, before the activation
+    return isinstance(layer, nn.BatchNorm2d) and isinstance(dropout, nn.Identity | None)
 
 
 def _is_depthwise(layer: nn.Module) -> bool:
@@ -137,11 +137,11 @@ _FUSED: dict[type[nn.Module], Any] = {
     nn.Conv2d: FusedConv2d,
     Conv2dSame: FusedConv2dSame,
 }
-_PLAIN: dict[type[nn.Module], Any] = {fused: plain for plain, fused in _FUSED.items()}
+_UNFUSED: dict[type[nn.Module], Any] = {fused: kind for kind, fused in _FUSED.items()}
 
 
 def fuse(module: Module) -> Module:
-    """Make batch norms and depthwise convolutions of `module` use our kernels on CUDA."""
+    """Make batch norms and depthwise convolutions of `module` use the kernels on CUDA."""
     if find_spec("triton") is None:
         return module
     for layer in module.modules():
@@ -153,6 +153,6 @@ def fuse(module: Module) -> Module:
 def unfuse(module: Module) -> Module:
     """Undo `fuse`: restore the classes of the layers of `module`."""
     for layer in module.modules():
-        if type(layer) in _PLAIN:
-            layer.__class__ = _PLAIN[type(layer)]
+        if type(layer) in _UNFUSED:
+            layer.__class__ = _UNFUSED[type(layer)]
     return module

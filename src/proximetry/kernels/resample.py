@@ -65,7 +65,7 @@ def _resample(
     image = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
     entry = table + image * 7  # FIELDS, by number
-    # An image has fewer than 2³¹ bytes; all images together need not.
+    # An image has fewer than 2³¹ bytes, but all images together may have more.
     line_bytes = tl.load(entry + 1).to(tl.int32) * 3
     window = tl.load(entry + 2).to(tl.int32) * line_bytes + tl.load(entry + 3).to(tl.int32) * 3
     source = flat + tl.load(entry) + window
@@ -76,7 +76,7 @@ def _resample(
     column = tile % tiles_per_row * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     mask = (row < HEIGHT) & (column < WIDTH)
     target = batch + image * (HEIGHT * WIDTH * 3) + (row * WIDTH + column) * 3
-    # Outside the result the last pixel is computed again and not stored.
+    # Outside the result, the last pixel is computed again but not stored.
     row = tl.minimum(row, HEIGHT - 1)
     column = tl.minimum(column, WIDTH - 1)
     column = tl.where(flip != 0, WIDTH - 1 - column, column)
@@ -86,8 +86,8 @@ def _resample(
     step_y, taps_y = _spacing(height, HEIGHT, SUPPORT)
     step_x, taps_x = _spacing(width, WIDTH, SUPPORT)
 
-    # Weights are normalized after the loops: using a loop's result inside another would exchange
-    # data between threads at every step.
+    # Weights are normalized after the loops: using the result of a loop in another one would
+    # exchange data between threads in every step.
     total_x = tl.zeros((1, COLUMNS), tl.float32)
     for i in range(taps_x):
         total_x += _weight(from_x + i * step_x, first_x + i, width, SUPPORT)
@@ -166,6 +166,6 @@ def _clamp_line(value, SUPPORT: tl.constexpr):
 
 @triton.jit
 def _to_byte(value):
-    # float32 from 2²³ on are integers: adding 2²³ rounds, halves to even.
+    # float32 numbers of at least 2²³ are integers: adding 2²³ rounds, halves to even.
     rounded = (value + 8388608.0) - 8388608.0
     return tl.minimum(tl.maximum(rounded, 0.0), 255.0).to(tl.uint8)

@@ -1,10 +1,10 @@
-"""Proxy-based losses for metric learning: one formulation, two engines, plain modules.
+"""Proxy-based losses for metric learning: one formulation, two engines, torch modules.
 
     loss = ProxyAnchor(num_classes=100, dim=512)
     loss(embeddings, labels).backward()
 
-Each loss holds its proxies in ``loss.proxies``; hand them to the optimizer with
-`parameter_groups`. Regularizers are modules over the proxies and can be added to any loss.
+The proxies of a loss are ``loss.proxies``; pass them to the optimizer with `parameter_groups`.
+Regularizers are modules over the proxies and can be added to any loss.
 """
 
 from proximetry.losses.base import LOSSES, ProxyLoss, create

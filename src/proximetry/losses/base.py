@@ -1,4 +1,4 @@
-"""The base class of proxy losses (proxies, engine and forward), and the checks of a batch."""
+"""The base class of proxy losses, the registry, and the validation of a batch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, replace
@@ -62,23 +62,22 @@ class ProxyLoss(ConfigurableModule):
     dim: InitVar[int] = setting(count, "embedding dimension D")
     engine: Engine = setting(
         one_of(*get_args(Engine)),
-        "how the loss is computed, with the same result",
+        "how the loss is computed; the result is the same",
         default="auto",
         kw_only=True,
     )
 
     use: ClassVar[str] = ""
-    """When to use it, in one sentence."""
+    """When to use it, for the documentation."""
     form: ClassVar[LossForm]
     default_init: ClassVar[Init] = "kaiming_normal"
-    # Values of settings that a loss does not declare; not annotated, so they are no arguments.
+    # Values of settings that a loss does not declare. Without annotations they are not arguments.
     gamma = 1.0
     tau = 0.0
     label_smoothing = 0.0
     optional_settings = ("gamma", "tau", "label_smoothing")
     check_labels = True
-    """Whether the range of labels and weights is checked. On CUDA the check waits for the device
-    once a step; a loop whose labels are known to be good may turn it off."""
+    """Whether to validate the range of labels and weights, which waits for CUDA once a step."""
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -89,14 +88,14 @@ class ProxyLoss(ConfigurableModule):
             LOSSES[name], LOSS_SETTINGS[name] = cls, cls.settings()
 
     def build(self, arguments: dict[str, Any]) -> None:
-        """Make the proxies, K of them for each class where the loss has ``proxies_per_class``."""
+        """Create the proxies, K per class if the loss has ``proxies_per_class``."""
         shape = arguments["num_classes"], arguments["dim"], arguments.get("proxies_per_class", 1)
         self.proxies = Proxies(*shape, init=self.default_init)
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
         """Return the logit of each sample's own class from its similarity S [B] and ‖x‖ [B].
 
-        Without a margin it is that of the other classes.
+        Losses without a margin use the logit of the other classes.
         """
         scale, offset = self.negative_logit(length)
         return scale * similarity + offset
@@ -124,7 +123,7 @@ class ProxyLoss(ConfigurableModule):
         *,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return the loss of a batch [B, D] with labels [B] as one number in float32.
+        """Return the loss of a batch [B, D] with labels [B], a float32 scalar.
 
         A sample of weight w counts as w samples; samples of weight 0 or label -1 are ignored.
         ``reduction="none"`` returns per-sample terms [B], already weighted; class-wise losses
@@ -132,9 +131,9 @@ class ProxyLoss(ConfigurableModule):
         """
         _reduction("reduction", reduction)
         classes, _, dim = self.proxies.weight.shape
-        labels = check_labels(embeddings, labels, dim, classes if self.check_labels else None)
+        labels = validate_batch(embeddings, labels, dim, classes if self.check_labels else None)
         if weights is not None:
-            weights = sample_weights(embeddings, weights, in_range=self.check_labels)
+            weights = weights_tensor(embeddings, weights, self.check_labels)
         with torch.autocast(embeddings.device.type, enabled=False):
             proxies = self.proxies.weight
             if weights is None:
@@ -152,9 +151,9 @@ class ProxyLoss(ConfigurableModule):
             is_dense = small if self.engine == "auto" else self.engine == "dense"
             engine = dense if is_dense else streamed
             reduce = self._by_class if self.form.by == "class" else self._by_sample
-            loss, times = reduce(engine, problem, length, weights, reduction)
+            loss, factor = reduce(engine, problem, length, weights, reduction)
             if self.tau > 0.0:
-                loss = loss + self.tau * intra_class_distance(proxies) * times
+                loss = loss + self.tau * intra_class_distance(proxies) * factor
             return loss
 
     def _by_sample(
@@ -186,24 +185,24 @@ class ProxyLoss(ConfigurableModule):
         weights: Tensor,
         reduction: Reduction,
     ) -> tuple[Tensor, Tensor]:
-        """Return the same as `_by_sample`, for terms of classes."""
+        """Return the same as `_by_sample` for class-wise losses."""
         x, labels, classes = problem.x, problem.labels, len(problem.proxies)
         counts = (weights > 0).to(x.dtype)
         present = x.new_zeros(classes).scatter_reduce(0, labels, counts, "amax")
         class_weight = self.negative_weight(present)
-        # An ignored sample has a logit so low that its exponential is 0; -inf would do the same,
-        # but make NaN of the gradient of a sum over nothing else.
+        # The exponential of an ignored sample is 0. With -inf the gradient of a sum over ignored
+        # samples only would be NaN.
         log_weights = weights.log().clamp(min=torch.finfo(x.dtype).min / 4)
-        each = reduction == "none"
-        weight = None if each else class_weight
+        per_class = reduction == "none"
+        weight = None if per_class else class_weight
         parts = engine(replace(problem, class_weight=weight, log_weights=log_weights))
         logit = self.positive_logit(parts.positive, length) + log_weights
         pull = pull_by_class(logit, labels, classes)
-        members, some = present.sum().clamp(min=1.0), present.amax()
-        if each:
-            return classes * (pull / members + class_weight * parts.negatives), some
-        mean = pull.sum() / members + parts.negatives
-        return (mean * classes, some * classes) if reduction == "sum" else (mean, some)
+        present_count, factor = present.sum().clamp(min=1.0), present.amax()
+        if per_class:
+            return classes * (pull / present_count + class_weight * parts.negatives), factor
+        mean = pull.sum() / present_count + parts.negatives
+        return (mean * classes, factor * classes) if reduction == "sum" else (mean, factor)
 
     def similarities(self, embeddings: Tensor) -> Tensor:
         """Return S(x, c) for every class, [B, C]: the nearest class is the arg max."""
@@ -221,12 +220,12 @@ def create(name: str, num_classes: int, dim: int, **settings: Any) -> ProxyLoss:
     return LOSSES[name](num_classes, dim, **settings)
 
 
-def check_labels(
+def validate_batch(
     embeddings: Tensor, labels: Labels, dim: int | None = None, num_classes: int | None = None
 ) -> Tensor:
-    """Return the labels as int64; raise if shapes or types of the batch do not match.
+    """Return the labels as int64; raise for invalid shapes and types.
 
-    With ``num_classes`` labels that are neither a class nor `IGNORED` raise, too. On CUDA this
+    With ``num_classes``, also raise for labels outside the classes except `IGNORED`. On CUDA this
     waits for the device.
     """
     if not isinstance(embeddings, Tensor):
@@ -235,30 +234,30 @@ def check_labels(
     if len(shape) != 2 or shape[0] == 0:
         raise ValueError(f"embeddings must be [batch, dim] and not empty, got shape {shape}")
     if dim is not None and shape[1] != dim:
-        raise ValueError(f"embeddings have {shape[1]} dimensions, the loss was made for {dim}")
+        raise ValueError(f"embeddings have {shape[1]} dimensions, and the loss has dim={dim}")
     if not embeddings.is_floating_point():
         raise ValueError(f"embeddings must be floating point, got {embeddings.dtype}")
-    labels = labels_like(embeddings, labels)
+    labels = labels_tensor(embeddings, labels)
     if labels.dtype not in _INTEGERS:
         raise ValueError(f"labels must be integers (class indices), got {labels.dtype}")
     if labels.shape != embeddings.shape[:1]:
-        got = list(labels.shape)
-        raise ValueError(f"{len(embeddings)} embeddings need as many labels, got {got}")
+        shape = list(labels.shape)
+        raise ValueError(f"{len(embeddings)} embeddings need as many labels, got {shape}")
     if num_classes is not None and not torch.compiler.is_compiling():
         low, high = torch.stack(labels.aminmax()).tolist()
         if low < IGNORED or high >= num_classes:
-            wrong = low if low < IGNORED else high
-            position = int((labels == wrong).nonzero()[0, 0])
+            label = low if low < IGNORED else high
+            position = int((labels == label).nonzero()[0, 0])
             raise ValueError(
-                f"label {wrong} (position {position} of the batch) is outside "
-                f"0..{num_classes - 1}; the loss was made for {num_classes} classes, and ignores "
-                f"the label {IGNORED}"
+                f"label {label} (position {position} of the batch) is outside "
+                f"0..{num_classes - 1}. Create the loss with a larger num_classes, or use label "
+                f"{IGNORED} to ignore a sample."
             )
     return labels.long()
 
 
-def labels_like(embeddings: Tensor, labels: Labels) -> Tensor:
-    """Return labels as a tensor on the device of the embeddings; tensors stay as they are."""
+def labels_tensor(embeddings: Tensor, labels: Labels) -> Tensor:
+    """Return labels as a tensor, on the device of the embeddings if they are not one already."""
     if isinstance(labels, Tensor):
         return labels
     array = as_labels(labels, len(embeddings))
@@ -267,26 +266,25 @@ def labels_like(embeddings: Tensor, labels: Labels) -> Tensor:
     return torch.from_numpy(array).to(embeddings.device)
 
 
-def sample_weights(embeddings: Tensor, weights: Weights, in_range: bool = False) -> Tensor:
+def weights_tensor(embeddings: Tensor, weights: Weights, check_range: bool = False) -> Tensor:
     """Return the weights as a tensor [B] on the device of the embeddings.
 
-    With ``in_range`` negative and non-finite weights raise. On CUDA this waits for the device.
+    With ``check_range``, raise for negative and non-finite weights. On CUDA this waits for the
+    device.
     """
     if not isinstance(weights, Tensor):
         try:
             weights = torch.from_numpy(np.asarray(weights, np.float64))
         except (ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"weights must be numbers, one for each sample: {error}") from error
-    if weights.is_complex():
-        raise ValueError(f"weights must be real numbers, got {weights.dtype}")
     if weights.shape != embeddings.shape[:1]:
-        got = list(weights.shape)
-        raise ValueError(f"{len(embeddings)} embeddings need as many weights, got {got}")
+        shape = list(weights.shape)
+        raise ValueError(f"{len(embeddings)} embeddings need as many weights, got {shape}")
     weights = weights.detach().to(embeddings.device)
-    if in_range and not torch.compiler.is_compiling():
-        wrong = ~((weights >= 0) & torch.isfinite(weights))
-        if wrong.any():
-            position = int(wrong.nonzero()[0, 0])
+    if check_range and not torch.compiler.is_compiling():
+        invalid = ~((weights >= 0) & torch.isfinite(weights))
+        if invalid.any():
+            position = int(invalid.nonzero()[0, 0])
             raise ValueError(
                 f"weight {weights[position].item()} (position {position} of the batch) must be a "
                 "finite number of at least 0"

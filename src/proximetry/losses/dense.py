@@ -1,4 +1,4 @@
-"""The dense engine, which computes all similarities in one array with plain autograd."""
+"""The dense engine, which computes all similarities in one array and uses autograd."""
 
 from functools import partial
 
@@ -10,15 +10,15 @@ from torch.utils.checkpoint import checkpoint
 from proximetry._util.tensors import inverse_length, l2_normalize
 from proximetry.losses.form import Aggregation, LossForm, Parts, Problem
 
-#: Entries of a block of proxies.
+#: Maximum entries of a block of proxies.
 BLOCK_ENTRIES = 2**20
 
 
 def cosines(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines [K, B, C] of unit ``x`` [B, D] and proxies [C, K, D], and 1 / ‖proxy‖ [C, K].
+    """Return cosines [K, B, C] of unit ``x`` [B, D] and proxies [C, K, D], and 1 / ‖proxy‖ [C, K].
 
-    Scaling the products by the lengths is cheaper than scaling the proxies when the batch is
-    smaller than the embedding dimension. K comes first so that what follows runs along long rows.
+    Scaling the products is cheaper than scaling the proxies if the batch is smaller than the
+    embedding dimension. K comes first so that later operations run along long rows.
     """
     classes, k, dim = weight.shape
     inverse, _ = inverse_length(weight)
@@ -27,7 +27,7 @@ def cosines(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reduce_proxies(s: Tensor, aggregation: Aggregation, gamma: float) -> Tensor:
-    """S from the cosines ``s`` of the K proxies of a class, K in dimension 0.
+    """Return S from the cosines ``s`` of the K proxies of a class, K in dimension 0.
 
     ``soft`` is Saeki et al. 2021, eq. 1: the mean of the cosines weighted by softmax(s / gamma).
     """
@@ -47,7 +47,7 @@ def reduce_proxies(s: Tensor, aggregation: Aggregation, gamma: float) -> Tensor:
 def spread_gradient(
     grad: Tensor, s: Tensor, S: Tensor, aggregation: Aggregation, gamma: float
 ) -> Tensor:
-    """∂/∂s from the gradient with respect to S = reduce_proxies(s); may reuse ``grad``."""
+    """Return ∂L/∂s from ∂L/∂S, S = reduce_proxies(s); may overwrite ``grad``."""
     if s.shape[0] == 1:
         return grad.unsqueeze(0)
     if aggregation == "soft":
@@ -59,19 +59,18 @@ def spread_gradient(
     return (grad / s.shape[0]).expand_as(s).contiguous()
 
 
-def add_rows_(to: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """Add each of ``values`` to one of the rows of ``to``, in an order that is fixed.
+def add_rows_(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """Add ``values`` to rows of ``target``, deterministically.
 
-    On CUDA ``index_add`` adds in whatever order its threads arrive, so runs with the same seed
-    would differ in their last digits; ``index_put`` sorts first.
+    On CUDA the order of additions of ``index_add`` is random; ``index_put`` sorts first.
     """
-    if to.is_cuda:
-        return to.index_put_((rows,), values, accumulate=True)
-    return to.index_add_(0, rows, values)
+    if target.is_cuda:
+        return target.index_put_((rows,), values, accumulate=True)
+    return target.index_add_(0, rows, values)
 
 
 def dense(problem: Problem) -> Parts:
-    """Compute a problem from the whole [B, C] array of similarities, in plain autograd."""
+    """Solve a problem with the complete [B, C] array of similarities."""
     s, _ = cosines(problem.x, problem.proxies)
     S = reduce_proxies(s, problem.form.similarity, problem.gamma)
     label_column = problem.labels.unsqueeze(1)
@@ -91,7 +90,7 @@ def dense(problem: Problem) -> Parts:
 
 
 def join_by_sample(form: LossForm, positive: Tensor, negatives: Tensor) -> Tensor:
-    """Join the logits of the positives [B] with the negatives [B]: the terms of the samples."""
+    """Return the terms of the samples [B] from the logits of positives and negatives [B]."""
     match form.join:
         case "separate":
             return softplus(positive) + softplus(negatives)
@@ -100,12 +99,12 @@ def join_by_sample(form: LossForm, positive: Tensor, negatives: Tensor) -> Tenso
         case "softmax":
             return softplus(negatives - positive)
         case "nca":
-            # With a single class only the positive term remains.
+            # With one class there are no negatives.
             return negatives.masked_fill(torch.isneginf(negatives), 0.0) - positive
 
 
 def pull_by_class(logit: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-    """log(1 + Σ over the samples of a class of e^logit), for every class [C]."""
+    """Return log(1 + Σ over the samples of a class of e^logit) for every class [C]."""
     zero = logit.new_zeros(num_classes)
     shift = zero.scatter_reduce(0, labels, logit.detach(), "amax", include_self=True)
     total = add_rows_(torch.zeros_like(zero), labels, torch.exp(logit - shift[labels]))
@@ -113,25 +112,23 @@ def pull_by_class(logit: Tensor, labels: Tensor, num_classes: int) -> Tensor:
 
 
 def weighted_mean(terms: Tensor, weights: Tensor) -> Tensor:
-    """Σ w·t / Σ w, or 0 without any weight; to the last bit the plain mean where all w are 1."""
+    """Return Σ w·t / Σ w, or 0 if all w are 0; bit-equal to the mean if all w are 1."""
     total = weights.sum()
     share = torch.where(total > 0, len(weights) / total, 0.0)
     return (terms * weights).mean() * share
 
 
 softplus = partial(F.softplus, threshold=50.0)
-"""log(1 + e^z), exact to the last digits also in float64 (torch's default stops at z = 20)."""
+"""log(1 + e^z), accurate in float64, too (torch's default threshold is z = 20)."""
 
 
 def log1p_sum_exp(total: Tensor, shift: Tensor) -> Tensor:
-    """log(1 + Σ e^z) from ``total`` = Σ e^(z - shift), ``shift`` >= 0, without cancellation."""
+    """Return log(1 + Σ e^z) from ``total`` = Σ e^(z - shift) and ``shift`` ≥ 0."""
     return shift + torch.log1p(total + torch.expm1(-shift))
 
 
 def intra_class_distance(weight: Tensor) -> Tensor:
-    """Half the mean distance of two proxies of a class (Saeki et al. 2021, eq. 3), of [C, K, D]."""
-    if weight.ndim != 3:
-        raise ValueError(f"proxies must be [C, K, D], got {list(weight.shape)}")
+    """Return half the mean distance of two proxies of a class (Saeki et al. 2021, eq. 3)."""
     classes, k, _ = weight.shape
     if k == 1:
         return weight.new_zeros(())
@@ -139,7 +136,7 @@ def intra_class_distance(weight: Tensor) -> Tensor:
         rows = block_rows(weight)
         if classes <= rows or torch.compiler.is_compiling():
             total = _pair_distances(weight)
-        else:  # some classes at a time, recomputed in backward
+        else:  # in blocks of classes, recomputed in backward
             blocks = torch.split(weight, rows)
             parts = [checkpoint(_pair_distances, block, use_reentrant=False) for block in blocks]
             total = torch.stack(parts).sum()
@@ -152,7 +149,7 @@ def block_rows(weight: Tensor) -> int:
 
 
 def _pair_distances(weight: Tensor) -> Tensor:
-    """Σ over classes and pairs t < s of the distance of two proxies."""
+    """Return Σ over classes and pairs t < s of the distance of two proxies."""
     direction, _ = l2_normalize(weight)
     cosine = direction @ direction.transpose(1, 2)
     k = weight.shape[1]

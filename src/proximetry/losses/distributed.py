@@ -9,28 +9,27 @@ from torch.autograd.function import once_differentiable
 
 from proximetry._util.formatting import format_value
 from proximetry._util.tensors import gather_rows
-from proximetry.losses.base import Weights, labels_like, sample_weights
+from proximetry.losses.base import Weights, labels_tensor, weights_tensor
 
 
 class Gathered(nn.Module):
     """Apply any ``loss(embeddings, labels)`` to the batches of all processes as one.
 
-    For a network in DistributedDataParallel (DDP): its gradients, and those of the parameters of
-    the loss, become those of one process with the whole batch; batches may differ in size. All
-    processes of the ``group`` must call it, and all with weights or none. If one of them has
-    invalid arguments, all raise.
+    For a network in DistributedDataParallel (DDP). The gradients of the network and the loss equal
+    those of one process with the whole batch; batches may differ in size. All processes of the
+    ``group`` must call it, all with weights or all without. If the arguments of one are invalid,
+    all raise.
 
     Every process computes the loss of the whole batch. DDP averages the gradients of the network,
-    so those of the embeddings are multiplied by the number of processes; gradients of the loss's
-    parameters are complete and equal on all processes: average them or leave them, do not sum
-    them. The first process broadcasts the parameters and buffers of the loss before the first
-    batch.
+    so gradients of the embeddings are multiplied by the number of processes. Gradients of the
+    loss's parameters are equal on all processes: do not sum them. The first process broadcasts the
+    parameters and buffers of the loss before the first batch.
     """
 
     def __init__(self, loss: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         if not isinstance(loss, nn.Module):
-            raise ValueError(f"gathered takes a loss module, got {format_value(loss)}")
+            raise ValueError(f"loss must be a module, got {format_value(loss)}")
         self.loss, self.group = loss, group
         self._shared = False
 
@@ -38,45 +37,45 @@ class Gathered(nn.Module):
         self, embeddings: Tensor, labels: Any, weights: Weights | None = None, **kwargs: Any
     ) -> Tensor:
         """Return the loss of the whole batch; ``kwargs`` are passed to the loss."""
-        problem: ValueError | None = None
+        invalid: ValueError | None = None
         try:
             if not isinstance(embeddings, Tensor):
                 raise ValueError(f"embeddings must be a tensor, got {type(embeddings).__name__}")
-            labels = labels_like(embeddings, labels)
+            labels = labels_tensor(embeddings, labels)
             if labels.shape[:1] != embeddings.shape[:1]:
                 got = list(labels.shape)
                 raise ValueError(f"{len(embeddings)} embeddings need as many labels, got {got}")
             if not labels.is_floating_point():
-                labels = labels.long()  # of one type on all ranks
+                labels = labels.long()  # the same type on all ranks
             if weights is not None:
-                weights = sample_weights(embeddings, weights)
+                weights = weights_tensor(embeddings, weights)
         except ValueError as error:
-            problem = error
-        several = dist.is_available() and dist.is_initialized()
-        several = several and dist.get_world_size(self.group) > 1
-        if several:
-            self._agree(problem, weights is not None)
+            invalid = error
+        is_distributed = dist.is_available() and dist.is_initialized()
+        if is_distributed and dist.get_world_size(self.group) > 1:
+            self._raise_on_all_ranks(invalid, weights is not None)
             self._share_state()
             embeddings = gather_with_gradient(embeddings, self.group)
             labels, _ = gather_rows(labels, self.group)
             if isinstance(weights, Tensor):
                 weights, _ = gather_rows(weights.double(), self.group)
-        elif problem is not None:
-            raise problem
+        elif invalid is not None:
+            raise invalid
         if weights is not None:
             kwargs["weights"] = weights
         return self.loss(embeddings, labels, **kwargs)  # type: ignore[no-any-return]
 
-    def _agree(self, problem: ValueError | None, weighted: bool) -> None:
-        """Raise on every process if the arguments of any are invalid, else all would wait."""
-        state = torch.tensor([-1 if problem else int(weighted)])
+    def _raise_on_all_ranks(self, invalid: ValueError | None, weighted: bool) -> None:
+        """Raise if the arguments of any process are invalid: the others would wait for it."""
+        state = torch.tensor([-1 if invalid else int(weighted)])
         states = gather_rows(state, self.group)[0].tolist()
-        if problem is not None:
-            raise problem
+        if invalid is not None:
+            raise invalid
         if -1 in states:
             raise ValueError(f"invalid arguments of the loss on rank {states.index(-1)}")
         if len(set(states)) > 1:
-            raise ValueError(f"weights on ranks {[r for r, s in enumerate(states) if s]} only")
+            ranks = [rank for rank, weights in enumerate(states) if weights]
+            raise ValueError(f"weights on ranks {ranks} only. Pass weights on all ranks or none.")
 
     @torch.no_grad()
     def _share_state(self) -> None:
@@ -93,7 +92,7 @@ gathered = Gathered
 
 
 def gather_with_gradient(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Concatenate [n, …] tensors of all ranks as `gather_rows` does; differentiable."""
+    """Concatenate [n, …] tensors of all ranks like `gather_rows`, differentiably."""
     return _Gather.apply(rows, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -108,6 +107,6 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        # Every rank holds the whole loss, so its own rows are all it needs; DDP will divide the
-        # sum over the ranks by their number, which the factor cancels.
+        # Every rank computes the whole loss, so it needs the gradient of its rows only. DDP divides
+        # by the number of ranks.
         return grad[ctx.start : ctx.start + ctx.rows] * ctx.ranks, None

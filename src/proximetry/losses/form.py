@@ -3,9 +3,9 @@
 Every loss here is a grouped log-sum-exp over class similarities. A `LossForm` names three choices:
 
 1. the *similarity* S(x, c), aggregated from the K proxies of class c;
-2. *by* what logits are grouped: which of them share one logarithm, all samples of a class or all
-   classes of a sample;
-3. how a sample's own class (positive) and the others (negatives) *join*.
+2. the grouping: *by* class, all samples of a class share one logarithm, or *by* sample, all classes
+   of a sample;
+3. how the logits of a sample's own class (positive) and the other classes (negatives) *join*.
 
 The margin is two short methods of the loss itself (`ProxyLoss.positive_logit` and
 `ProxyLoss.negative_logit`): any function for the positive, ``scale · S + offset`` for the
@@ -33,9 +33,8 @@ class LossForm:
     join: Join
 
     def __post_init__(self) -> None:
-        one_of(*get_args(Aggregation))("similarity", self.similarity)
-        one_of(*get_args(By))("by", self.by)
-        one_of(*get_args(Join))("join", self.join)
+        for name, choices in (("similarity", Aggregation), ("by", By), ("join", Join)):
+            one_of(*get_args(choices))(name, getattr(self, name))
         if self.by == "class" and self.join != "separate":
             raise ValueError(f"a class-wise loss must have join='separate', got {self.join!r}")
 
@@ -56,12 +55,12 @@ class Problem:
     """The negative logit is ``scale · S + offset``; one scale, or one for each sample [B]."""
     offset: float
     class_weight: float | Tensor | None = None
-    """Weight of the negative term of a class, or of each class [C], for class-wise losses; None
-    returns the term of each class."""
+    """Weight of the negative terms of class-wise losses, also per class [C]; None returns the
+    terms."""
     log_weights: Tensor | None = None
-    """Logarithms of the weights of the samples [B], which class-wise losses add to the logits."""
+    """Logarithms of the sample weights [B], added to the logits of class-wise losses."""
     smoothed: bool = False
-    """Whether to return the sum of a sample's similarities, for sample-wise losses."""
+    """Whether sample-wise losses need the sum of a sample's similarities."""
 
 
 class Parts(NamedTuple):
@@ -70,8 +69,8 @@ class Parts(NamedTuple):
     positive: Tensor
     """Each sample's similarity to its own class [B]."""
     negatives: Tensor
-    """By sample, the log-sum-exp over the other classes [B], -inf if there are none. By class,
-    log(1 + Σ exp logit over the samples of other classes): the sum over the classes with
-    ``class_weight``, or without one each [C]."""
+    """By sample: the log-sum-exp over the other classes [B], -inf if there are none. By class:
+    log(1 + Σ exp logit over the samples of other classes), summed over the classes with
+    ``class_weight``, or [C] without."""
     total: Tensor | None
     """The sum of a sample's similarities to all classes [B], if ``smoothed``."""

@@ -1,4 +1,4 @@
-"""Proxies of classes, in full precision, with names and growth; optimizer groups."""
+"""The proxies of the classes, and parameter groups for optimizers."""
 
 import json
 import math
@@ -22,14 +22,13 @@ from proximetry.losses.settings import (
 )
 
 Init = Literal["kaiming_normal", "kaiming_uniform", "normal", "small_normal", "sphere"]
-_check_init = one_of(*get_args(Init))
 
 
 def draw(shape: tuple[int, int, int], init: Init, generator: torch.Generator | None) -> Tensor:
-    """Draw [C, K, D] proxies as the authors' code does.
+    """Draw [C, K, D] proxies as in the authors' code.
 
-    The length of a proxy does not change the loss, but it does set how far one optimizer step
-    turns it, so the published learning rates go with the published initialization.
+    The loss does not depend on the length of a proxy, but the angle of an optimizer step does:
+    published learning rates need the published initialization.
 
     - ``kaiming_normal`` (Proxy-Anchor): standard deviation √(2 / (C·K));
     - ``kaiming_uniform`` (SoftTriple): uniform in ±1 / √(C·K);
@@ -37,23 +36,23 @@ def draw(shape: tuple[int, int, int], init: Init, generator: torch.Generator | N
     - ``small_normal`` (CosFace, ArcFace): standard deviation 0.01;
     - ``sphere`` (SphereFace, RegularFace): uniform on the unit sphere.
     """
-    _check_init("init", init)
+    one_of(*get_args(Init))("init", init)
     proxies = shape[0] * shape[1]
-    noise = torch.empty(shape)
+    weight = torch.empty(shape)
     if init == "kaiming_uniform":
         bound = 1.0 / math.sqrt(proxies)
-        return noise.uniform_(-bound, bound, generator=generator)
+        return weight.uniform_(-bound, bound, generator=generator)
     if init == "sphere":
-        return l2_normalize(noise.normal_(generator=generator))[0]
+        return l2_normalize(weight.normal_(generator=generator))[0]
     deviation = {"kaiming_normal": math.sqrt(2.0 / proxies), "normal": 1 / 8, "small_normal": 0.01}
-    return noise.normal_(0.0, deviation[init], generator=generator)
+    return weight.normal_(0.0, deviation[init], generator=generator)
 
 
 class Proxies(FullPrecision):
     """K learned vectors for each of C classes: ``weight`` of shape [C, K, D].
 
-    The weight never becomes narrower than float32 (see `FullPrecision`). Class names, if given,
-    are in the state dictionary, as bytes, so that it stays free of pickled objects.
+    The weight stays in float32 or float64 (see `FullPrecision`). Class names are saved in the state
+    dictionary as bytes, so that it contains tensors only.
     """
 
     names_utf8: Tensor
@@ -76,7 +75,7 @@ class Proxies(FullPrecision):
         )
         self.init: Init = init
         self.weight = nn.Parameter(draw(shape, init, generator))
-        self.register_buffer("names_utf8", _encode(names, num_classes))
+        self.register_buffer("names_utf8", _encode_names(names, num_classes))
 
     @property
     def num_classes(self) -> int:
@@ -95,17 +94,17 @@ class Proxies(FullPrecision):
 
     @property
     def names(self) -> list[str] | None:
-        """The names of the classes in the order of their labels, or None."""
+        """The class names in the order of the labels, or None."""
         text = bytes(self.names_utf8.tolist()).decode(errors="surrogateescape")
         return json.loads(text) if text else None
 
     @names.setter
     def names(self, names: Sequence[str] | None) -> None:
-        self.names_utf8 = _encode(names, len(self.weight)).to(self.names_utf8.device)
+        self.names_utf8 = _encode_names(names, len(self.weight)).to(self.names_utf8.device)
 
     @torch.no_grad()
     def project_(self) -> "Proxies":
-        """Put every proxy back on the unit sphere, after ``optimizer.step()`` (RegularFace)."""
+        """Normalize every proxy, for use after ``optimizer.step()`` (RegularFace)."""
         self.weight.copy_(l2_normalize(self.weight)[0])
         return self
 
@@ -120,32 +119,31 @@ class Proxies(FullPrecision):
     ) -> range:
         """Add classes after training and return their labels.
 
-        New proxies take the mean length of the old ones. The weight becomes a new parameter.
+        New proxies have the mean length of the old ones. The weight becomes a new parameter.
 
         Args:
-            new_classes: their number, or their names (if the present classes have names).
-            optimizer: the one that holds the old parameter. It gets the new one instead, with
-                zero moments for the new classes. Pass None only if there is no optimizer yet.
-            init: one of the initializations (default: the previous one), a tensor [new, K, D] (or
-                [new, D] if K = 1), or for each new class a tensor [n, D] of example embeddings.
+            new_classes: the number of new classes, or their names if the old classes have names.
+            optimizer: the optimizer of the old parameter, which is replaced with the new one, with
+                zero moments for the new classes. None if there is no optimizer yet.
+            init: an initialization (default: the previous one), a tensor [new, K, D] (or [new, D]
+                if K = 1), or for each new class a tensor [n, D] of example embeddings.
             generator: for random initializations.
         """
         names = self.names
         if isinstance(new_classes, Sequence) and not isinstance(new_classes, str):
-            added = count("new_classes", len(new_classes))
             if names is None:
-                raise ValueError("the present classes have no names; set `names` first")
+                raise ValueError("the old classes have no names. Set `names` first.")
             names += new_classes
-        else:
-            added = count("new_classes", new_classes)
-            if names is not None:
-                raise ValueError("the present classes have names, so the new ones need names too")
+            new_classes = len(new_classes)
+        elif names is not None:
+            raise ValueError("the new classes need names, like the old ones. Pass names.")
+        added = count("new_classes", new_classes)
         total = self.num_classes + added
-        encoded = _encode(names, total)
+        encoded = _encode_names(names, total)
         old, new = self.weight, self._new_proxies(added, init, generator)
         weight = nn.Parameter(torch.cat([old, new.to(old)]), old.requires_grad)
         if optimizer is not None:
-            _exchange(optimizer, old, weight)
+            _replace_parameter(optimizer, old, weight)
         self.weight, self.names_utf8 = weight, encoded.to(old.device)
         return range(total - added, total)
 
@@ -165,28 +163,26 @@ class Proxies(FullPrecision):
         else:
             if len(init) != added:
                 raise ValueError(f"{added} new classes need examples each, got {len(init)} sets")
-            new = torch.stack([_directions(set_, *shape[1:], generator) for set_ in init])
-        finite = torch.isfinite(new).flatten(1).all(1)
-        if not finite.all():
-            raise ValueError(f"init of new class {finite.tolist().index(False)} is not finite")
+            new = torch.stack([_cover(examples, *shape[1:], generator) for examples in init])
         directions = l2_normalize(new.float())[0]
-        directed = directions.any(2).all(1)
-        if not directed.all():  # a proxy of zeros has no gradient, so it would stay zero
-            raise ValueError(
-                f"init of new class {directed.tolist().index(False)} has no direction: it is zero, "
-                "or its examples cancel out"
-            )
+        for valid, problem in (
+            (torch.isfinite(new).all(2), "is not finite"),
+            (directions.any(2), "has no direction: it is zero, or its examples cancel out"),
+        ):
+            if not valid.all():
+                label = valid.all(1).tolist().index(False)
+                raise ValueError(f"init of new class {label} {problem}")
         length = l2_normalize(self.weight.float())[1].mean()
         return directions.to(self.weight.device) * length
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         stored = state_dict.get(prefix + "names_utf8")
-        if isinstance(stored, Tensor):  # names have any length, so make room for them
+        if isinstance(stored, Tensor):  # the length depends on the names
             self.names_utf8 = torch.empty_like(stored, device=self.names_utf8.device)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        """Shape and start, for ``print(loss)``."""
+        """Return shape and initialization, for ``print(loss)``."""
         classes, k, dim = self.weight.shape
         return f"num_classes={classes}, proxies_per_class={k}, dim={dim}, init={self.init!r}"
 
@@ -203,8 +199,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return optimizer groups for a model and its losses, with a learning rate for proxies.
 
-    Proxies need a much larger one than the network: 100 times in the published recipes. The groups,
-    without empty ones, are:
+    Proxies need a much larger learning rate than the network, 100 times in the published recipes.
+    The groups, without empty ones, are:
 
     - ``backbone`` at ``lr`` and ``head`` at ``lr · head_lr_multiplier``, frozen parameters
       included, if the model has ``parameter_parts()`` as the `Embedder` does; else ``model`` at
@@ -214,7 +210,8 @@ def parameter_groups(
     - ``proxies`` at ``lr · proxy_lr_multiplier``;
     - ``loss`` at ``lr``: other parameters of the losses, such as a learned temperature.
 
-    Duplicate parameters raise, and missing proxies if ``require_proxies``.
+    Raises:
+        ValueError: for duplicate parameters, and for missing proxies if ``require_proxies``.
     """
     lr = positive("lr", lr)
     for name, value, method in (
@@ -242,14 +239,14 @@ def parameter_groups(
         del members["backbone"]
     proxies = [m.weight for loss in losses for m in loss.modules() if isinstance(m, Proxies)]
     if require_proxies and not proxies:
-        raise ValueError("none of the losses has proxies; pass the loss modules after the model")
-    special = set(proxies)
-    rest = [p for loss in losses for p in loss.parameters() if p not in special]
-    for name, parameters in (("proxies", proxies), ("loss", rest)):
+        raise ValueError("the losses have no proxies. Pass the loss modules after the model.")
+    proxy_set = set(proxies)
+    others = [p for loss in losses for p in loss.parameters() if p not in proxy_set]
+    for name, parameters in (("proxies", proxies), ("loss", others)):
         members[name] = [p for p in parameters if p.requires_grad]
-    every = [p for parameters in members.values() for p in parameters]
-    if len(set(every)) < len(every):
-        raise ValueError("duplicate parameter; pass the model and every loss once")
+    all_parameters = [p for parameters in members.values() for p in parameters]
+    if len(set(all_parameters)) < len(all_parameters):
+        raise ValueError("duplicate parameter. Pass the model and every loss once.")
     options = {}
     if weight_decay is not None:
         options["weight_decay"] = non_negative("weight_decay", weight_decay)
@@ -260,9 +257,7 @@ def parameter_groups(
     ]
 
 
-def _directions(
-    examples: Tensor, proxies: int, dim: int, generator: torch.Generator | None
-) -> Tensor:
+def _cover(examples: Tensor, proxies: int, dim: int, generator: torch.Generator | None) -> Tensor:
     """Return ``proxies`` directions [K, D] that cover the examples [n, D] of one class."""
     if examples.ndim != 2 or examples.shape[1] != dim or examples.shape[0] == 0:
         raise ValueError(f"examples must be [n >= 1, {dim}], got {list(examples.shape)}")
@@ -270,7 +265,7 @@ def _directions(
     centers = l2_normalize(x.mean(0, keepdim=True))[0]
     if proxies == 1:
         return centers
-    # Spherical k-means from a farthest-first start.
+    # Spherical k-means with farthest-first initialization.
     while centers.shape[0] < proxies:
         farthest = (x @ centers.T).amax(1).argmin()
         centers = torch.cat([centers, x[farthest : farthest + 1]])
@@ -279,15 +274,17 @@ def _directions(
         sums = add_rows_(torch.zeros_like(centers), nearest, x)
         used = torch.bincount(nearest, minlength=proxies).unsqueeze(1) > 0
         centers = torch.where(used, l2_normalize(sums)[0], centers)
-    # Equal proxies of a class would receive equal gradients and stay equal.
+    # Equal proxies of a class would have equal gradients and stay equal.
     noise = torch.randn(centers.shape, generator=generator).to(centers)
     return l2_normalize(centers + 0.01 * l2_normalize(noise)[0])[0]
 
 
-def _exchange(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
-    """Replace a parameter of the optimizer; moments of old rows stay, those of new are zero."""
+def _replace_parameter(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
+    """Replace a parameter of the optimizer, with zero moments for the new rows."""
     if not any(p is old for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError("the optimizer does not hold these proxies; add loss.parameters() to it")
+        raise ValueError(
+            "the optimizer does not hold these proxies. Pass the optimizer of the loss."
+        )
     for group in optimizer.param_groups:
         group["params"] = [new if p is old else p for p in group["params"]]
     state = optimizer.state.pop(old, {})
@@ -298,8 +295,8 @@ def _exchange(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
     optimizer.state[new] = state
 
 
-def _encode(names: Sequence[str] | None, num_classes: int) -> Tensor:
-    """Return validated names as JSON in bytes, empty for None."""
+def _encode_names(names: Sequence[str] | None, num_classes: int) -> Tensor:
+    """Validate names and return them as JSON bytes, empty for None."""
     if names is None:
         return torch.empty(0, dtype=torch.uint8)
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -309,5 +306,5 @@ def _encode(names: Sequence[str] | None, num_classes: int) -> Tensor:
     if len(set(names)) != len(names):
         raise ValueError(f"duplicate class name {Counter(names).most_common(1)[0][0]!r}")
     text = json.dumps(list(names), ensure_ascii=False)
-    # The name of a folder need not be UTF-8.
+    # Folder names may not be UTF-8.
     return torch.tensor(list(text.encode(errors="surrogateescape")), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Proxy-Anchor and multi-proxy anchor losses."""
+"""Proxy-Anchor and its versions with several proxies per class."""
 
 from dataclasses import InitVar
 from typing import Literal, get_args
@@ -13,7 +13,7 @@ NegativeClasses = Literal["all", "absent"]
 
 
 class _AnchorLogits:
-    """The logits of Proxy-Anchor, which the multi-proxy family shares."""
+    """The logits of Proxy-Anchor and its versions with several proxies per class."""
 
     alpha: float
     margin: float
@@ -28,20 +28,20 @@ class _AnchorLogits:
 
 
 class ProxyAnchor(_AnchorLogits, ProxyLoss, name="proxy_anchor"):
-    """Proxy-Anchor (Kim et al. 2020, eq. 4): every class gathers the whole batch around it.
+    """Proxy-Anchor (Kim et al. 2020, eq. 4): each class against all samples of the batch.
 
     ``(1/|P⁺|) Σ_c log(1 + Σ_{y=c} e^{−α(s−δ)}) + (1/C) Σ_c log(1 + Σ_{y≠c} e^{α(s+δ)})``,
     P⁺ the classes in the batch, α = ``alpha``, δ = ``margin``.
     """
 
-    use = "A good first choice: two forgiving settings, random sampling; larger batches help."
+    use = "A good first choice: two robust settings, random sampling; large batches help."
     form = LossForm("single", by="class", join="separate")
     alpha: float = setting(positive, "sharpness α of the exponentials", default=32.0)
     margin: float = setting(cosine_margin, "margin δ", default=0.1)
 
 
 class _MultiProxyAnchor(_AnchorLogits, ProxyLoss):
-    """The settings that the losses of Saeki et al. 2021 have in common."""
+    """The settings shared by the losses of Saeki et al. 2021."""
 
     proxies_per_class: InitVar[int] = setting(count, "proxies per class K", default=10)
     alpha: float = setting(positive, "sharpness α of the exponentials", default=32.0)
@@ -54,15 +54,15 @@ class MPA(_MultiProxyAnchor, name="mpa"):
     """Multi-proxies anchor (Saeki et al. 2021, eqs. 6, 7): Proxy-Anchor with K proxies per class.
 
     S is the soft assignment of eq. 1 with temperature ``gamma``; ``tau`` weighs eq. 3. The paper
-    states neither α (32 agrees with its Proxy-Anchor rerun) nor C⁻: ``negative_classes="all"``
-    takes every class, as Proxy-Anchor does, ``"absent"`` those that are not in the batch.
+    states neither α (32 agrees with its Proxy-Anchor results) nor C⁻: ``negative_classes="all"``
+    uses all classes, like Proxy-Anchor, ``"absent"`` those that are not in the batch.
     """
 
-    use = "Few classes with many images each, where a class looks like several things."
+    use = "Few classes with many images each, and several modes per class."
     form = LossForm("soft", by="class", join="separate")
     negative_classes: NegativeClasses = setting(
         one_of(*get_args(NegativeClasses)),
-        "C⁻: every class, or those not in the batch",
+        "classes of the negative term, C⁻: all, or those absent from the batch",
         default="all",
         kw_only=True,
     )
@@ -76,21 +76,21 @@ class MPA(_MultiProxyAnchor, name="mpa"):
 
 
 class MPADW(_MultiProxyAnchor, name="mpa_dw"):
-    """MPA-DW (Saeki et al. 2021, eqs. 12, 13): MPA's logits summed over the classes of a sample.
+    """MPA-DW (Saeki et al. 2021, eqs. 12, 13): the logits of MPA, summed per sample.
 
     ``mean_i [ log(1 + e^{−α(S_iy−δ)}) + log(1 + Σ_{c≠y} e^{α(S_ic+δ)}) ]``. The gradient of a
     sample does not depend on the rest of the batch.
     """
 
-    use = "Where MPA is considered, but batches are small or oddly composed."
+    use = "Like MPA, for small or unbalanced batches."
     form = LossForm("soft", by="sample", join="separate")
 
 
 class MPAAP(_MultiProxyAnchor, name="mpa_ap"):
     """MPA-AP (Saeki et al. 2021, eqs. 16, 17): all logits of a sample in one logarithm.
 
-    ``mean_i log(1 + e^{α(δ−S_iy)} + Σ_{c≠y} e^{α(S_ic+δ)})``. Never above MPA-DW.
+    ``mean_i log(1 + e^{α(δ−S_iy)} + Σ_{c≠y} e^{α(S_ic+δ)})``. At most MPA-DW.
     """
 
-    use = "Where MPA is considered: its authors' preference, and batches need no care."
+    use = "Like MPA, for batches of any composition; recommended by its authors."
     form = LossForm("soft", by="sample", join="joint")

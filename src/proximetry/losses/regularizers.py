@@ -1,4 +1,4 @@
-"""Terms that can be added to any loss, most of them over its proxies."""
+"""Regularizers that can be added to any loss: terms of its proxies or of the embeddings."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ from proximetry._util.tensors import (
     nearest_other_class,
     rescale,
 )
-from proximetry.losses.base import IGNORED, Labels, check_labels
+from proximetry.losses.base import IGNORED, Labels, validate_batch
 from proximetry.losses.dense import add_rows_, block_rows, intra_class_distance, weighted_mean
 from proximetry.losses.proxies import Proxies
 from proximetry.losses.settings import FullPrecision, count, non_negative, positive
@@ -29,37 +29,36 @@ class _Term(FullPrecision):
 
 
 class IntraClassRegularizer(_Term):
-    """Pulls the proxies of one class together (Qian et al. 2019; Saeki et al. 2021, eq. 3).
+    """Reduces the distances of the proxies of a class (Qian et al. 2019; Saeki et al. 2021, eq. 3).
 
     ``weight · Σ_c Σ_{t<s} √(2 + 1e-5 − 2 ŵ_ct·ŵ_cs) / (C·K·(K−1))``, half the mean distance of two
-    proxies of a class. The 1e-5 keeps the gradient finite where two proxies meet.
+    proxies of a class. The 1e-5 keeps the gradient of equal proxies finite.
     """
 
     def __init__(self, weight: float = 0.2) -> None:
         super().__init__(weight)
 
     def forward(self, proxies: Proxies | Tensor) -> Tensor:
-        """Return the term for proxies [C, K, D]."""
+        """Return the term for proxies [C, K, D] or [C, D]; zero for one proxy per class."""
         return self.weight * intra_class_distance(_weight_of(proxies))
 
 
 class ExclusiveRegularizer(_Term):
-    """Pushes every class away from its nearest other class (RegularFace; Zhao et al. 2019).
+    """Moves each class away from its nearest other class (RegularFace; Zhao et al. 2019).
 
     ``weight · (1/C) Σ_i max_{j≠i} cos(W_i, W_j)``, over all proxies if there are several per
-    class. The nearest proxies are searched tile by tile without gradient; then only these pairs
-    are differentiated.
+    class. The nearest proxies are searched in tiles without gradient; only these pairs are
+    differentiated.
     """
 
     def forward(self, proxies: Proxies | Tensor) -> Tensor:
-        """Return the term for proxies [C, K, D] or [C, D]; zero if there is one class only."""
+        """Return the term for proxies [C, K, D] or [C, D]; zero for one class."""
         weight = _weight_of(proxies)
         if weight.shape[0] == 1:
             return weight.sum() * 0.0
         with torch.autocast(weight.device.type, enabled=False):
-            flat, _ = rescale(weight.reshape(-1, weight.shape[-1]))
-            per_class = len(flat) // len(weight)
-            _, nearest = nearest_other_class(l2_normalize(flat.detach())[0], per_class)
+            flat, _ = rescale(weight.flatten(0, 1))
+            _, nearest = nearest_other_class(l2_normalize(flat.detach())[0], weight.shape[1])
             total: Tensor = _PairCosines.apply(flat, nearest)  # type: ignore[no-untyped-call]
             return self.weight * total / len(flat)
 
@@ -82,7 +81,7 @@ class _PairCosines(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         weight, nearest, inverse, cosines = ctx.saved_tensors
-        # d cos(a, b) / da = b̂/‖a‖ − cos · a/‖a‖²: the pair terms, then the radial one per proxy.
+        # d cos(a, b) / da = b̂/‖a‖ − cos · a/‖a‖²; the second part is radial.
         radial = add_rows_(cosines.clone(), nearest, cosines).mul_(inverse.square())
         gradient = weight * radial.neg_().unsqueeze(1)
         for rows in chunks(len(weight), block_rows(weight)):
@@ -94,7 +93,7 @@ class _PairCosines(torch.autograd.Function):
 
 
 class CenterLoss(_Term):
-    """Center loss (Wen et al. 2016): pulls embeddings to the running center of their class.
+    """Center loss (Wen et al. 2016): moves embeddings to the running center of their class.
 
     ``weight · ½ · mean_i ‖x_i − c_{y_i}‖²``. The optimizer does not train the centers: in training
     mode each call moves those of the batch by
@@ -116,23 +115,23 @@ class CenterLoss(_Term):
         """Return the term of a batch, and in training mode move the centers."""
         with torch.autocast(embeddings.device.type, enabled=False):
             labels, valid = _valid_labels(embeddings, labels, self.centers)
-            away = embeddings.to(self.centers.dtype) - self.centers[labels]
-            away = away.masked_fill((valid == 0).unsqueeze(1), 0.0)
-            loss = self.weight * 0.5 * weighted_mean(away.square().sum(1), valid)
+            offset = embeddings.to(self.centers.dtype) - self.centers[labels]
+            offset = offset.masked_fill((valid == 0).unsqueeze(1), 0.0)
+            loss = self.weight * 0.5 * weighted_mean(offset.square().sum(1), valid)
             if self.training:
-                sums = add_rows_(torch.zeros_like(self.centers), labels, away.detach())
+                sums = add_rows_(torch.zeros_like(self.centers), labels, offset.detach())
                 members = add_rows_(sums.new_zeros(len(sums), 1), labels, valid.unsqueeze(1))
                 step = self.rate * sums / (1 + members)
-                # A batch with NaN would spoil the centers forever.
+                # A batch with NaN must not change the centers.
                 self.centers.add_(step.masked_fill(~torch.isfinite(loss.detach()), 0.0))
             return loss
 
 
 class AngularCenterLoss(_Term):
-    """Pulls embeddings to the proxy of their class (the center loss of Zhao et al. 2019).
+    """Moves embeddings to the proxy of their class (the center loss of Zhao et al. 2019).
 
     ``weight · mean_i (1 − cos(x_i, w_{y_i}))``: the proxies are the centers, trained by the
-    optimizer. Of several proxies per class the nearest counts.
+    optimizer. With several proxies per class, the nearest is used.
     """
 
     def forward(self, embeddings: Tensor, labels: Labels, proxies: Proxies | Tensor) -> Tensor:
@@ -140,18 +139,18 @@ class AngularCenterLoss(_Term):
         centers = _weight_of(proxies)
         with torch.autocast(embeddings.device.type, enabled=False):
             labels, valid = _valid_labels(embeddings, labels, centers)
-            targets = centers[labels].reshape(len(labels), -1, centers.shape[-1])
             x = embeddings.to(centers.dtype).masked_fill((valid == 0).unsqueeze(1), 0.0)
-            cosine = (l2_normalize(targets)[0] @ l2_normalize(x)[0].unsqueeze(2)).amax((1, 2))
+            cosine = (l2_normalize(centers[labels])[0] @ l2_normalize(x)[0].unsqueeze(2)).amax(
+                (1, 2)
+            )
             return self.weight * weighted_mean(1.0 - cosine, valid)
 
 
 class QuantizationLoss(_Term):
-    """Pulls embeddings to their binary codes (Li et al. 2016, on the unit sphere).
+    """Moves embeddings to their binary codes (Li et al. 2016, on the unit sphere).
 
     ``weight · mean_i ‖x̂_i − b_i / √D‖²`` with the unit vector x̂ and its code b = sign(x), of ±1.
-    That is the mean of (√D |x̂_ij| − 1)² over all entries, and 2 (1 − cos(x_i, b_i)). It is 0 if
-    all entries of a vector have the same absolute value.
+    This equals the mean of (√D |x̂_ij| − 1)² over all entries, and of 2 (1 − cos(x_i, b_i)).
     """
 
     def forward(self, embeddings: Tensor) -> Tensor:
@@ -159,13 +158,13 @@ class QuantizationLoss(_Term):
         with torch.autocast(embeddings.device.type, enabled=False):
             dtype = torch.promote_types(embeddings.dtype, torch.float32)
             direction, _ = l2_normalize(embeddings.to(dtype))
-            away = direction.abs() * math.sqrt(embeddings.shape[-1]) - 1.0
-            return self.weight * away.square().mean()
+            difference = direction.abs() * math.sqrt(embeddings.shape[-1]) - 1.0
+            return self.weight * difference.square().mean()
 
 
 def _valid_labels(embeddings: Tensor, labels: Labels, centers: Tensor) -> tuple[Tensor, Tensor]:
     """Return validated labels [B], 0 for ignored samples, and the weight of each sample [B]."""
-    labels = check_labels(embeddings, labels, centers.shape[-1], len(centers))
+    labels = validate_batch(embeddings, labels, centers.shape[-1], len(centers))
     ignored = labels == IGNORED
     return labels.masked_fill(ignored, 0), (~ignored).to(centers.dtype)
 
@@ -174,4 +173,4 @@ def _weight_of(proxies: Proxies | Tensor) -> Tensor:
     weight = proxies.weight if isinstance(proxies, Proxies) else proxies
     if weight.ndim not in (2, 3):
         raise ValueError(f"proxies must be [C, D] or [C, K, D], got {list(weight.shape)}")
-    return weight
+    return weight.unsqueeze(1) if weight.ndim == 2 else weight

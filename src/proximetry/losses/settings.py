@@ -1,10 +1,10 @@
-"""Settings of losses, each declared once with default, validation and description.
+"""Settings of losses, each declared once with its validation, description and default.
 
     class NormSoftmax(ProxyLoss, name="norm_softmax"):
         scale: float = setting(positive, "scale λ", default=20.0)
 
-The constructor, the validation of assignments and recipes, and the tables of the documentation
-are generated from these lines.
+The constructor, the validation of assignments and recipes, and the tables in the documentation
+are generated from these declarations.
 """
 
 import math
@@ -20,7 +20,7 @@ from proximetry._util.errors import UsageError, suggest
 from proximetry._util.formatting import format_value
 
 #: Larger settings, or positive ones below its inverse, overflow float32 in a loss.
-LARGEST = 1e30
+MAX_VALUE = 1e30
 REQUIRED: Any = Parameter.empty
 
 T = TypeVar("T")
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Check(Generic[T]):
-    """Called with a name and a value, return the value as stored or raise a ValueError."""
+    """Validation of a value: returns it as stored, or raises a ValueError with its name."""
 
     kind: str
-    """The accepted type, for tables."""
+    """The accepted type, for documentation."""
     expected: str
-    """What is accepted, for the error."""
+    """The accepted values, for the error message."""
     accepts: Callable[[Any], bool]
     convert: Callable[[Any], T]
 
@@ -54,10 +54,10 @@ def number(kind: str, low: float, high: float, expected: str) -> Check[float]:
     return Check(kind, expected, accepts, float)
 
 
-finite = number("float", -LARGEST, LARGEST, f"a finite number of at most {LARGEST:g}")
-positive = number("float > 0", 1 / LARGEST, LARGEST, f"positive and at most {LARGEST:g}")
-non_negative = number("float ≥ 0", 0.0, LARGEST, f"from 0 to {LARGEST:g}")
-cosine_margin = number("−2 ≤ float ≤ 2", -2.0, 2.0, "between -2 and 2, as cosines differ")
+finite = number("float", -MAX_VALUE, MAX_VALUE, f"a finite number of at most {MAX_VALUE:g}")
+positive = number("float > 0", 1 / MAX_VALUE, MAX_VALUE, f"positive and at most {MAX_VALUE:g}")
+non_negative = number("float ≥ 0", 0.0, MAX_VALUE, f"between 0 and {MAX_VALUE:g}")
+cosine_margin = number("−2 ≤ float ≤ 2", -2.0, 2.0, "between -2 and 2")
 fraction = number("0 ≤ float ≤ 1", 0.0, 1.0, "between 0 and 1")
 angle = number("0 ≤ float < π", 0.0, math.nextafter(math.pi, 0.0), "an angle in radians below π")
 count = Check(
@@ -95,7 +95,7 @@ class Setting:
     default: Any = REQUIRED
     kw_only: bool = False
     alias: str | None = None
-    """The public name, if the class has a property of that name over this attribute."""
+    """The public name, if it is a property and this attribute stores its value."""
     is_constant: bool = False
     """Whether it cannot be changed after construction."""
 
@@ -103,8 +103,8 @@ class Setting:
 def setting(check: Check[Any], help: str, default: Any = REQUIRED, **options: Any) -> Any:
     """Declare an argument in the body of a loss, in the order of the constructor.
 
-    It becomes an attribute that is validated on assignment; annotated as ``InitVar[…]``, only an
-    argument of `Declared.build`. Options are those of `Setting`: ``kw_only`` and ``alias``.
+    It becomes an attribute that is validated on assignment or, if annotated as ``InitVar[…]``, an
+    argument of `ConfigurableModule.build`. Options: ``kw_only`` and ``alias`` of `Setting`.
     """
     return Setting(check, help, default, **options)
 
@@ -122,39 +122,38 @@ def loss_settings(name: str) -> dict[str, Setting]:
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
     """Raise ValueError for an unknown loss, setting or invalid value."""
-    check_all(f"loss {name!r}", loss_settings(name), settings)
+    validate(f"loss {name!r}", loss_settings(name), settings)
 
 
-def check_all(
-    owner: str, known: Mapping[str, Setting], values: Mapping[str, Any]
+def validate(
+    owner: str, declared: Mapping[str, Setting], values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the settings as stored; raise for unknown names and invalid values."""
     for name in values:
-        if name not in known:
-            raise ValueError(_unknown(owner, name, known))
-    return {name: known[name].check(name, value) for name, value in values.items()}
+        if name not in declared:
+            raise ValueError(_unknown_setting(owner, name, declared))
+    return {name: declared[name].check(name, value) for name, value in values.items()}
 
 
-def _unknown(owner: str, name: str, known: Mapping[str, Setting]) -> str:
-    if not known:
-        return f"{owner} takes no settings, got {name!r}"
-    return f"{owner} has no setting {name!r}{suggest(name, known)}"
+def _unknown_setting(owner: str, name: str, declared: Mapping[str, Setting]) -> str:
+    if not declared:
+        return f"{owner} has no settings, got {name!r}"
+    return f"{owner} has no setting {name!r}{suggest(name, declared)}"
 
 
 class FullPrecision(nn.Module):
     """A module whose parameters and buffers never become narrower than float32.
 
-    ``half()``, ``bfloat16()`` and ``to(dtype)`` move them at most; ``double()`` widens them.
+    ``half()``, ``bfloat16()`` and ``to(dtype)`` do not convert them; ``double()`` does.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        def without_narrowing(tensor: Tensor) -> Tensor:
-            changed = fn(tensor)
-            if changed.is_floating_point() and changed.dtype.itemsize < 4:
-                return tensor.to(changed.device)
-            return changed
+        def in_full_precision(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            is_half = result.is_floating_point() and result.dtype.itemsize < 4
+            return tensor.to(result.device) if is_half else result
 
-        super()._apply(without_narrowing, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(in_full_precision, recurse)  # type: ignore[no-untyped-call]
         return self
 
 
@@ -175,17 +174,17 @@ class ConfigurableModule(FullPrecision):
         cls._arguments = dict(cls._arguments)
         parameters = dict(cls.__signature__.parameters)
         annotations = get_annotations(cls)
-        for attribute, declared in list(vars(cls).items()):
-            if not isinstance(declared, Setting):
+        for attribute, value in list(vars(cls).items()):
+            if not isinstance(value, Setting):
                 continue
             delattr(cls, attribute)
-            name = declared.alias or attribute
+            name = value.alias or attribute
             annotation = annotations.get(attribute, REQUIRED)
-            cls._arguments[name] = replace(declared, is_constant="InitVar[" in str(annotation))
+            cls._arguments[name] = replace(value, is_constant="InitVar[" in str(annotation))
             parameters[name] = Parameter(
                 name,
-                Parameter.KEYWORD_ONLY if declared.kw_only else Parameter.POSITIONAL_OR_KEYWORD,
-                default=declared.default,
+                Parameter.KEYWORD_ONLY if value.kw_only else Parameter.POSITIONAL_OR_KEYWORD,
+                default=value.default,
                 annotation=annotation.type if isinstance(annotation, InitVar) else annotation,
             )
         cls.__signature__ = Signature(sorted(parameters.values(), key=lambda p: p.kind))
@@ -195,13 +194,13 @@ class ConfigurableModule(FullPrecision):
         owner = type(self).__name__
         for name in kwargs:
             if name not in self._arguments:
-                raise TypeError(_unknown(owner, name, self._arguments))
+                raise TypeError(_unknown_setting(owner, name, self._arguments))
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{owner}: {error}") from None
         bound.apply_defaults()
-        arguments = check_all(owner, self._arguments, bound.arguments)
+        arguments = validate(owner, self._arguments, bound.arguments)
         self.build(arguments)
         for name, value in arguments.items():
             if not self._arguments[name].is_constant:
@@ -213,20 +212,20 @@ class ConfigurableModule(FullPrecision):
     @classmethod
     def settings(cls) -> dict[str, Setting]:
         """Return the settings by name, in the order of the constructor."""
-        every = {name: cls._arguments[name] for name in cls.__signature__.parameters}
-        return {name: one for name, one in every.items() if one.default is not REQUIRED}
+        arguments = {name: cls._arguments[name] for name in cls.__signature__.parameters}
+        return {name: one for name, one in arguments.items() if one.default is not REQUIRED}
 
     def extra_repr(self) -> str:
-        """Settings, for ``print(loss)``."""
-        free = [name for name, one in self.settings().items() if not one.is_constant]
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in free)
+        """Return the settings, for ``print(loss)``."""
+        variable = [name for name, one in self.settings().items() if not one.is_constant]
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in variable)
 
     def __setattr__(self, name: str, value: Any) -> None:
         declared = self._arguments.get(name)
         if declared is not None:
             if declared.is_constant:
-                raise AttributeError(f"{name} cannot be changed after the loss is made")
+                raise AttributeError(f"{name} cannot be changed. Create another loss.")
             value = declared.check(name, value)
         elif name in self.optional_settings:
-            raise AttributeError(_unknown(type(self).__name__, name, self._arguments))
+            raise AttributeError(_unknown_setting(type(self).__name__, name, self._arguments))
         super().__setattr__(name, value)

@@ -1,4 +1,4 @@
-"""The softmax family: cross-entropy over classes, with margins on the own class."""
+"""The softmax family: cross-entropy over classes, with margins on the sample's class."""
 
 import math
 from dataclasses import InitVar
@@ -28,7 +28,7 @@ class ProxyNCA(ProxyLoss, name="proxy_nca"):
     vectors, d = 2 − 2 cos, so the logits are 2 cos / T; T = ``temperature``. May be negative.
     """
 
-    use = "To reproduce the original; for new work ProxyNCA++."
+    use = "To reproduce the paper; otherwise use ProxyNCA++."
     form = LossForm("single", by="sample", join="nca")
     default_init = "normal"
     temperature: float = setting(positive, "temperature T", default=1.0)
@@ -43,7 +43,7 @@ class _Softmax(ProxyLoss):
 
     label_smoothing: float = setting(
         fraction,
-        "share ε of the target that is spread evenly over all classes",
+        "label smoothing ε: the share of the target spread evenly over all classes",
         default=0.0,
         kw_only=True,
     )
@@ -54,31 +54,31 @@ class ProxyNCAPlusPlus(_Softmax, name="proxy_nca_plus_plus"):
 
     ``mean_i −log( e^{−d(x,p_y)/T} / Σ_c e^{−d(x,p_c)/T} )``, d the squared distance of unit
     vectors. At T = 1/9 this is cross-entropy on 18 cos. With ``learn_temperature`` the logarithm
-    of T is a parameter, trained like the rest.
+    of T is a trained parameter.
     """
 
-    use = "Many classes with few images each; batches of any make-up."
+    use = "Many classes with few images each; batches of any composition."
     form = LossForm("single", by="sample", join="softmax")
     default_init = "normal"
     _temperature: float = setting(
         positive,
-        "temperature T; where it is learned, its start",
+        "temperature T, or its initial value if learned",
         default=1.0 / 9.0,
         alias="temperature",
     )
     learn_temperature: InitVar[bool] = setting(
-        boolean, "learn T, as the parameter `log_temperature`", default=False, kw_only=True
+        boolean, "learn T as the parameter `log_temperature`", default=False, kw_only=True
     )
 
     def build(self, arguments: dict[str, Any]) -> None:
-        """Make the proxies, and the parameter if T is learned."""
+        """Create the proxies, and the parameter if T is learned."""
         super().build(arguments)
-        learned = arguments["learn_temperature"]
-        self.log_temperature = nn.Parameter(torch.zeros(())) if learned else None
+        learn = arguments["learn_temperature"]
+        self.log_temperature = nn.Parameter(torch.zeros(())) if learn else None
 
     @property
     def temperature(self) -> float:
-        """T, fixed or as learned so far."""
+        """T, fixed or learned."""
         if self.log_temperature is None:
             return self._temperature
         return math.exp(self.log_temperature.item())
@@ -111,7 +111,7 @@ class SoftTriple(_Softmax, name="soft_triple"):
     scale: float = setting(positive, "scale λ", default=20.0)
     gamma: float = setting(
         positive,
-        "temperature γ of the soft assignment; small = nearest proxy, large = plain mean",
+        "temperature γ of the soft assignment: small for the nearest proxy, large for the mean",
         default=0.1,
     )
     margin: float = setting(finite, "margin δ", default=0.01)
@@ -132,10 +132,10 @@ class NormSoftmax(_Softmax, name="norm_softmax"):
     With ``proxies_per_class`` > 1 S is the cosine of the nearest one (sub-centers).
     """
 
-    use = "As the baseline: one setting, easy to train; a new loss should beat it tuned."
+    use = "A baseline with one setting, easy to train."
     form = LossForm("max", by="sample", join="softmax")
     default_init = "small_normal"
-    scale: float = setting(positive, "scale λ, one over the temperature", default=20.0)
+    scale: float = setting(positive, "scale λ, the inverse temperature", default=20.0)
     proxies_per_class: InitVar[int] = setting(
         count, "proxies per class K; the nearest counts (sub-centers)", default=1, kw_only=True
     )
@@ -146,9 +146,9 @@ class NormSoftmax(_Softmax, name="norm_softmax"):
 
 
 class CosFace(NormSoftmax, name="cosface"):
-    """CosFace (Wang et al. 2018): the own class must win by ``margin`` in cosine."""
+    """CosFace (Wang et al. 2018): a margin in cosine between a sample's class and the others."""
 
-    use = "Recognition with very many classes (faces, products) and a threshold at the end."
+    use = "Recognition with very many classes (faces, products) and a similarity threshold."
     scale: float = setting(positive, "scale λ", default=64.0)
     margin: float = setting(finite, "margin m, in cosine", default=0.35)
 
@@ -158,42 +158,41 @@ class CosFace(NormSoftmax, name="cosface"):
 
 
 class ArcFace(CosFace, name="arcface"):
-    """ArcFace (Deng et al. 2019): the own class must win by ``margin`` radians.
+    """ArcFace (Deng et al. 2019): a margin in angle between a sample's class and the others.
 
-    The positive logit is scale · cos(θ + m) while θ ≤ π − m; beyond, where the cosine would rise
-    again, scale · (cos θ + cos m − 1), which continues it without a jump. The gradient is the true
-    one through the angle.
+    The positive logit is scale · cos(θ + m) up to θ = π − m. For larger angles, where this cosine
+    increases again, it is scale · (cos θ + cos m − 1), which is continuous. The gradient is exact.
     """
 
-    use = "Recognition with very many classes and a threshold: the usual choice for faces."
+    use = "Recognition with very many classes and a similarity threshold; usual for faces."
     margin: float = setting(angle, "margin m in **radians**", default=0.5)
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """λ cos(θ + m): without the arc cosine, whose slope is infinite at ±1."""
+        """λ cos(θ + m): computed without the arc cosine, whose slope is infinite at ±1."""
         cosine, sine = math.cos(self.margin), math.sin(self.margin)
-        # 1 − s² would lose its digits near s = 1. At the clamp the slope is zero, not infinite.
-        least = torch.finfo(similarity.dtype).tiny
-        sine_theta = ((1.0 - similarity) * (1.0 + similarity)).clamp(min=least).sqrt()
-        turned = similarity * cosine - sine_theta * sine
-        return self.scale * torch.where(similarity > -cosine, turned, similarity + cosine - 1.0)
+        # 1 − s² would cancel near s = 1. With the clamp the slope at s = 1 is zero, not infinite.
+        tiny = torch.finfo(similarity.dtype).tiny
+        sine_theta = ((1.0 - similarity) * (1.0 + similarity)).clamp(min=tiny).sqrt()
+        cosine_sum = similarity * cosine - sine_theta * sine
+        return self.scale * torch.where(similarity > -cosine, cosine_sum, similarity + cosine - 1.0)
 
 
 class SphereFace(_Softmax, name="sphereface"):
-    """SphereFace (Liu et al. 2017): the angle to the own class counts ``margin``-fold.
+    """SphereFace (Liu et al. 2017): the angle to a sample's class is multiplied by ``margin``.
 
-    The embedding keeps its length: logits ‖x‖ cos θ, and ‖x‖ (λ cos θ + ψ(θ)) / (1 + λ) for the own
+    Embeddings are not normalized: logits ‖x‖ cos θ, and ‖x‖ (λ cos θ + ψ(θ)) / (1 + λ) for the own
     class, with ψ(θ) = (−1)^k cos(mθ) − 2k on [kπ/m, (k+1)π/m], the monotone form of cos(mθ).
     λ is annealed over the training steps t = 1, 2, …: max(λ_min, base · (1 + rate·t)^−power).
     """
 
-    use = "To reproduce SphereFace or RegularFace; for new work CosFace or ArcFace."
+    use = "To reproduce SphereFace or RegularFace; otherwise use CosFace or ArcFace."
     form = LossForm("max", by="sample", join="softmax")
     default_init = "sphere"
-    margin: int = setting(count, "margin m, a whole number", default=4)
+    margin: int = setting(count, "margin m, an integer", default=4)
     lambda_base: float = setting(positive, "λ before the first step", default=1000.0, kw_only=True)
-    lambda_rate: float = setting(non_negative, "how fast λ falls", default=0.12, kw_only=True)
+    lambda_rate: float = setting(non_negative, "decay rate of λ", default=0.12, kw_only=True)
     lambda_power: float = setting(
-        non_negative, "exponent of the fall of λ", default=1.0, kw_only=True
+        non_negative, "exponent of the decay of λ", default=1.0, kw_only=True
     )
     lambda_min: float = setting(non_negative, "lower bound of λ", default=5.0, kw_only=True)
     proxies_per_class: InitVar[int] = setting(
@@ -201,23 +200,23 @@ class SphereFace(_Softmax, name="sphereface"):
     )
 
     def build(self, arguments: dict[str, Any]) -> None:
-        """Make the proxies, and the counter of training steps."""
+        """Create the proxies and the step counter."""
         super().build(arguments)
         self.step: Tensor
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
 
     def annealed_lambda(self) -> Tensor:
-        """λ of the step to come, as a tensor on the device of the loss."""
-        # The authors' layer counts a step before it uses λ, so the first is number one.
-        growth = (1.0 + self.lambda_rate * (self.step.double() + 1.0)) ** -self.lambda_power
-        return (self.lambda_base * growth).clamp(min=self.lambda_min)
+        """Return λ of the next step, as a tensor on the device of the loss."""
+        # In the authors' code the first step is 1.
+        decay = (1.0 + self.lambda_rate * (self.step.double() + 1.0)) ** -self.lambda_power
+        return (self.lambda_base * decay).clamp(min=self.lambda_min)
 
     def ramp(self) -> Tensor | float:
-        """λ_min / λ, as the authors of RegularFace let their term grow; 1 where λ_min is 0."""
+        """Return λ_min / λ, as in the code of RegularFace, or 1 if λ_min is 0."""
         return self.lambda_min / self.annealed_lambda().float() if self.lambda_min else 1.0
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the loss; in training mode the step of the annealing advances by one."""
+        """Return the loss, and in training mode count the step."""
         loss = super().forward(*args, **kwargs)
         if self.training:
             self.step.add_(1)
@@ -233,12 +232,12 @@ class SphereFace(_Softmax, name="sphereface"):
         return length, 0.0
 
     def _psi(self, cosine: Tensor) -> Tensor:
-        with torch.no_grad():  # which branch: a step function of the angle
+        with torch.no_grad():  # the branch is a step function of the angle
             theta = torch.acos(cosine.clamp(-1.0, 1.0))
             k = (theta * (self.margin / math.pi)).floor().clamp(max=self.margin - 1)
             sign = 1.0 - 2.0 * torch.remainder(k, 2.0)
-        # cos(mθ) as a Chebyshev polynomial of cos θ: exact, with a finite slope everywhere
-        before, now = torch.ones_like(cosine), cosine
+        # cos(mθ) as a Chebyshev polynomial of cos θ, whose slope is finite everywhere.
+        previous, current = torch.ones_like(cosine), cosine
         for _ in range(self.margin - 1):
-            before, now = now, 2.0 * cosine * now - before
-        return sign * now - 2.0 * k
+            previous, current = current, 2.0 * cosine * current - previous
+        return sign * current - 2.0 * k

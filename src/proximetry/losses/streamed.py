@@ -1,10 +1,10 @@
 """The streamed engine: the numbers of the dense one, tile by tile over the classes.
 
-Memory is O(batch · tile) beyond the proxies and their gradient, never batch × classes × K.
-Class-wise losses are finished tile by tile in forward, gradients included. Sample-wise ones keep a
-running log-sum-exp and visit the tiles again in backward, unless one tile holds all the classes.
-The similarities of the samples to their own class come from gathered proxies, outside the tiles,
-so that a loss can put any margin on them with plain autograd.
+Memory is O(batch · tile) beyond the proxies and their gradient, never batch × classes × K. For
+class-wise losses, forward also computes the gradients of each tile. For sample-wise losses, forward
+keeps a running log-sum-exp and backward visits the tiles again, unless there is one tile only. The
+similarities of the samples to their own class are computed from gathered proxies, outside the
+tiles, so that autograd handles any margin.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,31 +25,31 @@ from proximetry.losses.dense import (
 )
 from proximetry.losses.form import Parts, Problem
 
-#: Entries of a batch × tile × K block. On the CPU a block should stay in the cache, on a GPU it
-#: should keep the whole device busy.
+#: Maximum entries of a batch × tile × K block. On a CPU it should fit into the cache, on a GPU it
+#: should occupy the device.
 TILE_ENTRIES = {"cpu": 2**18, "cuda": 2**26}
 
-#: Below this |logit| the exponential neither overflows nor vanishes in float32 (e^60 ≈ 1e26), so
-#: no maximum need be subtracted.
+#: Below this |logit| the exponential neither overflows nor underflows in float32 (e^60 ≈ 1e26), and
+#: the maximum is not subtracted.
 SAFE_EXPONENT = 60.0
 
 
 def streamed(problem: Problem, tile: int | None = None) -> Parts:
-    """Compute the same as `dense`, over tiles of ``tile`` classes."""
+    """Solve the same problem as `dense` in tiles of ``tile`` classes."""
     classes, k, _ = problem.proxies.shape
     if tile is None:
         tile = max(1, by_device(problem.x.device, **TILE_ENTRIES) // (len(problem.x) * k))
     inputs = [problem.x, problem.proxies, problem.scale]
-    if not torch.is_grad_enabled():  # autograd functions do not see it
-        inputs = [one.detach() if isinstance(one, Tensor) else one for one in inputs]
+    if not torch.is_grad_enabled():  # which autograd functions ignore
+        inputs = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
     function = _ByClass if problem.form.by == "class" else _BySample
     return Parts(*function.apply(_Tiled(problem, min(tile, classes)), *inputs))  # type: ignore[no-untyped-call]
 
 
 class _Tile(NamedTuple):
     classes: slice
-    rows: Tensor  # the samples whose own class lies in the tile
-    columns: Tensor  # and where it lies
+    rows: Tensor  # samples whose own class is in the tile
+    columns: Tensor  # and the index of that class
 
 
 class _Gradients(NamedTuple):
@@ -59,7 +59,7 @@ class _Gradients(NamedTuple):
 
 
 class _Tiled:
-    """A problem cut into tiles, with the steps that both kinds of grouping share."""
+    """A problem in tiles, with the steps shared by class-wise and sample-wise losses."""
 
     def __init__(self, problem: Problem, size: int) -> None:
         self.problem = problem
@@ -75,10 +75,10 @@ class _Tiled:
             self.offset = (problem.log_weights + self.offset).unsqueeze(1)
             bound += max(0.0, problem.log_weights.amax().item())
         self.bounded = bound < SAFE_EXPONENT
-        self.tiles = list(self._cut(size))
+        self.tiles = list(self._split(size))
 
-    def _cut(self, size: int) -> Iterator[_Tile]:
-        """Cut the classes into tiles; sorting the labels once saves a search per tile."""
+    def _split(self, size: int) -> Iterator[_Tile]:
+        """Split the classes into tiles; sorting the labels once saves a search per tile."""
         parts = list(chunks(len(self.proxies), size))
         order = self.labels.argsort()
         stops = torch.tensor([part.stop for part in parts], device=self.labels.device)
@@ -90,8 +90,8 @@ class _Tiled:
     def logits(self, tile: _Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the negative logits [B, T] of a tile, -inf where the class is the sample's own.
 
-        With them come the cosines [K, B, T], the similarities [B, T] and the inverse lengths
-        [T, K] of the proxies.
+        Also return the cosines [K, B, T], the similarities [B, T] and the inverse lengths [T, K]
+        of the proxies.
         """
         s, inverse = cosines(self.x, self.proxies[tile.classes])
         S = reduce_proxies(s, *self.reduction)
@@ -119,7 +119,7 @@ class _Tiled:
         inverse: Tensor,
         direct: Tensor | None = None,
     ) -> None:
-        """Add the gradients of x, proxies and scale from ``g`` = ∂L/∂logit; overwrites g and s.
+        """Add the gradients of x, proxies and scale from ``g`` = ∂L/∂logit; overwrite g and s.
 
         ``direct`` [B] is the gradient of the sum of a sample's similarities.
         """
@@ -129,7 +129,7 @@ class _Tiled:
         if direct is not None:
             g.add_(direct.unsqueeze(1))
         g = spread_gradient(g, s, S, *self.reduction)
-        # d cos / dw = (x − cos · ŵ) / ‖w‖: the second part is one number per proxy.
+        # d cos / dw = (x − cos · ŵ) / ‖w‖; the second part is one number per proxy.
         radial = s.mul_(g).sum(1).T.mul(inverse.square()).neg_().reshape(-1, 1)
         w = self.proxies[tile.classes].flatten(0, 1)
         g = g.permute(1, 2, 0).reshape(-1, len(w)).mul_(inverse.view(-1))  # [B, T·K]
@@ -145,7 +145,7 @@ class _Tiled:
         return reduce_proxies(self._positives()[2], *self.reduction)
 
     def add_positive(self, into: _Gradients, grad: Tensor) -> None:
-        """Add the gradients through the similarities to the own class."""
+        """Add the gradients of the similarities to the own class."""
         w, inverse, s = self._positives()
         S = reduce_proxies(s, *self.reduction)
         g = spread_gradient(grad, s, S, *self.reduction) * inverse  # [K, B]
@@ -163,34 +163,34 @@ class _Tiled:
 
 
 def _save(ctx: Any, tiled: _Tiled, *tensors: Any) -> None:
-    # `tiled` holds the inputs already; saved, autograd also notices if they change before backward.
+    # `tiled` has the inputs; autograd checks saved tensors for changes before backward.
     ctx.tiled = tiled
-    ctx.save_for_backward(*(one for one in tensors if isinstance(one, Tensor)))
+    ctx.save_for_backward(*(tensor for tensor in tensors if isinstance(tensor, Tensor)))
 
 
 def _dense_gradients(ctx: Any, *grads: Tensor | None) -> Any:
-    """Return the gradients by the dense engine, which can be differentiated again."""
+    """Return the gradients of the dense engine, which are differentiable."""
     _ = ctx.saved_tensors  # raises if an input has changed
     problem, needs = ctx.tiled.problem, ctx.needs_input_grad[1:]
     inputs = (problem.x, problem.proxies, problem.scale)
-    needed = [one for one, need in zip(inputs, needs, strict=True) if need]
+    needed = [value for value, is_needed in zip(inputs, needs, strict=True) if is_needed]
     with torch.autocast(problem.x.device.type, enabled=False):
         parts = zip(dense(problem), grads, strict=True)
         outputs, seeds = zip(*(pair for pair in parts if pair[0] is not None), strict=True)
         gradients = iter(torch.autograd.grad(outputs, needed, seeds, create_graph=True))
-    return None, *(next(gradients) if need else None for need in needs)
+    return None, *(next(gradients) if is_needed else None for is_needed in needs)
 
 
 class _ByClass(torch.autograd.Function):
-    """Negative term of a class-wise loss: one pass gives the value and the gradients."""
+    """Negative term of a class-wise loss, whose value and gradients need one pass."""
 
     @staticmethod
     def forward(ctx: Any, tiled: _Tiled, *inputs: Any) -> Parts:
-        if tiled.class_weight is None:  # the gradients depend on that of each term
-            value, ctx.ready = tiled.x.new_empty(len(tiled.proxies)), None
+        if tiled.class_weight is None:  # the gradients depend on those of the terms
+            value, ctx.gradients = tiled.x.new_empty(len(tiled.proxies)), None
             _class_pass(tiled, [False] * 3, 0.0, value)
         else:
-            value, ctx.ready = _class_pass(tiled, ctx.needs_input_grad[1:], tiled.class_weight)
+            value, ctx.gradients = _class_pass(tiled, ctx.needs_input_grad[1:], tiled.class_weight)
         _save(ctx, tiled, *inputs)
         return Parts(tiled.positive(), value, None)
 
@@ -201,24 +201,24 @@ class _ByClass(torch.autograd.Function):
         with torch.autocast(grad_value.device.type, enabled=False):
             _ = ctx.saved_tensors  # raises if an input has changed
             # The gradients of forward are used once; a second backward recomputes them.
-            ready, ctx.ready = ctx.ready, None
-            weight, each = ctx.tiled.class_weight, ctx.tiled.class_weight is None
-            if ready is None:
+            gradients, ctx.gradients = ctx.gradients, None
+            weight, per_class = ctx.tiled.class_weight, ctx.tiled.class_weight is None
+            if gradients is None:
                 needs = ctx.needs_input_grad[1:]
-                _, ready = _class_pass(ctx.tiled, needs, grad_value if each else weight)
-            # On a GPU the test for 1 would wait for the device.
-            if not each and (grad_value.device.type != "cpu" or grad_value.item() != 1.0):
-                for gradient in ready:
+                _, gradients = _class_pass(ctx.tiled, needs, grad_value if per_class else weight)
+            # On a GPU the comparison with 1 would wait for the device.
+            if not per_class and (grad_value.device.type != "cpu" or grad_value.item() != 1.0):
+                for gradient in gradients:
                     if gradient is not None:
                         gradient.mul_(grad_value)
-            ctx.tiled.add_positive(ready, grad_positive)
-            return None, *ready
+            ctx.tiled.add_positive(gradients, grad_positive)
+            return None, *gradients
 
 
 def _class_pass(
     tiled: _Tiled, needs: Sequence[bool], class_weight: float | Tensor, terms: Tensor | None = None
 ) -> tuple[Tensor, _Gradients]:
-    """Return the weighted sum of the terms and its gradients; fill ``terms`` [C] with them."""
+    """Return the weighted sum of the terms and its gradients; write the terms to ``terms`` [C]."""
     value = tiled.x.new_zeros(())
     gradients = tiled.empty_gradients(needs)
     for tile in tiled.tiles:
@@ -229,24 +229,24 @@ def _class_pass(
             shift = z.amax(0).clamp_(min=0.0)
             e = z.sub_(shift).exp_()
         total = e.sum(0)
-        share = class_weight[tile.classes] if isinstance(class_weight, Tensor) else class_weight
+        weight = class_weight[tile.classes] if isinstance(class_weight, Tensor) else class_weight
         term = log1p_sum_exp(total, shift)
         if terms is not None:
             terms[tile.classes] = term
-        value += (term * share).sum()
+        value += (term * weight).sum()
         if any(needs):
-            g = e.mul_(share / (total + torch.exp(-shift)))
+            g = e.mul_(weight / (total + torch.exp(-shift)))
             tiled.add_tile(gradients, tile, g, *parts)
     return value, gradients
 
 
 class _BySample(torch.autograd.Function):
-    """Log-sum-exp over the other classes, per sample: a running sum, then a second pass."""
+    """Log-sum-exp over the other classes of a sample: a running sum, and a pass for gradients."""
 
     @staticmethod
     def forward(ctx: Any, tiled: _Tiled, *inputs: Any) -> Parts:
         x = tiled.x
-        floor = torch.finfo(x.dtype).min  # stands for -inf, but can be subtracted from -inf
+        floor = torch.finfo(x.dtype).min  # instead of -inf, since -inf − (-inf) is NaN
         shift = x.new_full((len(x), 1), 0.0 if tiled.bounded else floor)
         total = x.new_zeros(len(x), 1)
         sum_similarity = x.new_zeros(len(x)) if tiled.smoothed else None

@@ -5,9 +5,9 @@ from typing import Any
 
 from proximetry._util.formatting import format_value
 from proximetry.models.constants import (
-    LARGEST_BITS,
-    LARGEST_DIM,
-    MOST_TTA_CROPS,
+    MAX_BITS,
+    MAX_DIM,
+    MAX_TTA_CROPS,
     POOLINGS,
     SIMILARITIES,
     Similarity,
@@ -19,8 +19,8 @@ class Architecture:
     """Settings of an embedder's network; see `Embedder.create`.
 
     Attributes:
-        backbone: a name of timm, "vectors", "vectors_mlp", or "custom:" and the class of a module
-            passed to `Embedder.wrap`.
+        backbone: a name of timm, "vectors", "vectors_mlp", or "custom:" and the class name of a
+            module passed to `Embedder.wrap`.
         dim: dimension of the linear head; 0 means no head.
         pooling: never "auto" in an embedder.
         binary: whether the signs of the `dim` dimensions are trained as binary codes.
@@ -38,28 +38,26 @@ class Architecture:
 
     def __post_init__(self) -> None:
         flags = dict.fromkeys(("layer_norm", "normalize", "flip_tta", "binary"), (False, True))
-        for name, known in {"pooling": POOLINGS, "similarity": SIMILARITIES, **flags}.items():
+        for name, choices in {"pooling": POOLINGS, "similarity": SIMILARITIES, **flags}.items():
             value = getattr(self, name)
-            if type(value) is not type(known[0]) or value not in known:
-                names = ", ".join(map(repr, known))
-                raise ValueError(f"{name} must be one of {names}, got {format_value(value)}")
-        if type(self.dim) is not int or not 0 <= self.dim <= LARGEST_DIM:
-            raise ValueError(f"dim must be from 0 to {LARGEST_DIM}, got {format_value(self.dim)}")
+            if type(value) is not type(choices[0]) or value not in choices:
+                expected = ", ".join(map(repr, choices))
+                raise ValueError(f"{name} must be one of {expected}, got {format_value(value)}")
+        if type(self.dim) is not int or not 0 <= self.dim <= MAX_DIM:
+            raise ValueError(f"dim must be between 0 and {MAX_DIM}, got {format_value(self.dim)}")
         crops = self.tta_crops
         if (
             not isinstance(crops, list | tuple)
-            or len(crops) > MOST_TTA_CROPS
+            or len(crops) > MAX_TTA_CROPS
             or not all(isinstance(fraction, float) and 0 < fraction < 1 for fraction in crops)
         ):
             raise ValueError(
-                f"tta_crops must be at most {MOST_TTA_CROPS} numbers between 0 and 1, such as "
+                f"tta_crops must be at most {MAX_TTA_CROPS} numbers between 0 and 1, such as "
                 f"[0.875], got {format_value(crops)}"
             )
         object.__setattr__(self, "tta_crops", tuple(crops))  # JSON has lists
-        if self.binary and (self.dim % 8 or not 8 <= self.dim <= LARGEST_BITS):
-            raise ValueError(
-                f"bits must be a multiple of 8 from 8 to {LARGEST_BITS}, got {self.dim}"
-            )
+        if self.binary and (self.dim % 8 or not 8 <= self.dim <= MAX_BITS):
+            raise ValueError(f"bits must be a multiple of 8 from 8 to {MAX_BITS}, got {self.dim}")
         if self.binary and self.similarity != "cosine":
             raise ValueError(f"bits need similarity 'cosine', got {self.similarity!r}")
 

@@ -7,12 +7,12 @@ from proximetry._util.types import EmbedderSimilarity
 Similarity = EmbedderSimilarity
 SIMILARITIES: tuple[str, ...] = get_args(Similarity)
 
-# Upper bounds that protect memory.
-LARGEST_DIM = 65_536  # dimensions of an embedding
-LARGEST_BITS = 4096  # of a binary code
-LARGEST_SIDE = 4096  # of an image, in pixels
-LARGEST_BATCH = 65_536  # images per forward pass
-MOST_TTA_CROPS = 16  # of test-time augmentation, one forward pass each
+# Limits of memory.
+MAX_DIM = 65_536  # dimensions of an embedding
+MAX_BITS = 4096  # of a binary code
+MAX_SIDE = 4096  # of an image, in pixels
+MAX_BATCH_SIZE = 65_536  # images per forward pass
+MAX_TTA_CROPS = 16  # of test-time augmentation, one forward pass each
 
 POOLINGS: tuple[str, ...] = (
     "auto",

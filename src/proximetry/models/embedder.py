@@ -41,7 +41,7 @@ from proximetry.models.preprocessing import ImageSource, Input, Preprocessing, T
 from proximetry.models.storage import EXTRAS, find_embedder, read_embedder, write_embedder
 from proximetry.models.weights import RANDOM, WeightsRecord, load_weights
 
-_LARGEST_HEAD = 2**30  # weights: 4 GB
+_MAX_HEAD = 2**30  # weights: 4 GB
 _LARGE_NETWORK = 2**27  # weights: 0.5 GB
 
 Stage = Literal["pixels", "normalized", "features"]
@@ -78,7 +78,7 @@ class Embedder(nn.Module):
         super().__init__()
         self.takes_images = isinstance(preprocessing, Preprocessing)
         if (architecture.flip_tta or architecture.tta_crops) and not self.takes_images:
-            raise ValueError(f"test-time augmentation is for images, not for {preprocessing}")
+            raise ValueError(f"test-time augmentation is for images, got {preprocessing}")
         if architecture.backbone.startswith(CUSTOM):
             features = Features(_probe_custom(model, preprocessing), "token")
         elif isinstance(preprocessing, Tensors):
@@ -86,7 +86,7 @@ class Embedder(nn.Module):
         else:
             name, pooling = architecture.backbone, architecture.pooling
             features = prepare(model, name, preprocessing.crop, pooling)
-        if architecture.dim * features.width > _LARGEST_HEAD:
+        if architecture.dim * features.width > _MAX_HEAD:
             raise ValueError(
                 f"head too large: {features.width} features × {architecture.dim} dimensions. Use "
                 "fewer dimensions, another pooling or smaller images."
@@ -139,12 +139,11 @@ class Embedder(nn.Module):
             bits: length of binary codes, a multiple of 8 such as 64; replaces `dim`, and
                 `encode(…, binary=True)` returns the signs of the vectors.
             pooling: "avg", "max", "avg+max" (their sum), "gem" (p = 3), "gem-learned" (p starts
-                at 3) or "flatten" for backbones with a feature map; "token" for transformers,
-                which pool their own tokens, or "cls-avg", the class token and the mean of the
-                patch tokens concatenated (DINOv2, DINOv3). "auto" is the pooling that the network
-                was trained with: "token" for transformers, "flatten" for sphereface20, and
-                "pre-logits", the input of the classifier, for other networks of timm. Other
-                poolings drop the layers after the network's own pooling, with a warning.
+                at 3) or "flatten" for feature maps; for transformers "token", their own pooling,
+                or "cls-avg", the class token and the mean patch token concatenated (DINOv2,
+                DINOv3). "auto" is the pooling of pretraining: "token" for transformers, "flatten"
+                for sphereface20, and "pre-logits", the input of the classifier, for other networks.
+                Other poolings drop the layers after the network's own pooling, with a warning.
             layer_norm: LayerNorm without affine after pooling (ProxyNCA++).
             normalize: L2-normalize the vectors.
             flip_tta: test-time augmentation: average the features of the image and its
@@ -187,9 +186,9 @@ class Embedder(nn.Module):
             return cls(_build(backbone, vectors), architecture, vectors, RANDOM)
         crop = (side, side) if side else None
         model = build(backbone, crop)
-        record, pixels = (
-            (RANDOM, {}) if weights == "none" else load_weights(model, backbone, weights)
-        )
+        record, pixels = RANDOM, dict[str, Any]()
+        if weights != "none":
+            record, pixels = load_weights(model, backbone, weights)
         preprocessing = replace(Preprocessing.from_timm(model, crop, resize, squash), **pixels)
         check_patches(model, backbone, preprocessing.crop)
         embedder = cls(model, architecture, preprocessing, record)
@@ -235,13 +234,10 @@ class Embedder(nn.Module):
         architecture = Architecture(
             f"{CUSTOM}{name}", 0, "token", False, normalize, similarity=similarity
         )
-        embedder = cls(
-            module, architecture, preprocessing, WeightsRecord("custom", name, None, 0, [])
-        )
+        record = WeightsRecord("custom", name, None, 0, [])
+        embedder = cls(module, architecture, preprocessing, record)
         if embedder.dim != dim:
-            raise ValueError(
-                f"{name} returns {embedder.dim} dimensions, not dim {format_value(dim)}"
-            )
+            raise ValueError(f"{name} returns {embedder.dim} dimensions, got dim {dim!r}")
         return embedder
 
     @property
@@ -263,10 +259,8 @@ class Embedder(nn.Module):
         pooled = self._pooled(batch)
         if self.training:
             return pooled
-        views = [
-            batch,
-            *(_center_zoom(batch, fraction) for fraction in self.architecture.tta_crops),
-        ]
+        views = [batch]
+        views += [_center_zoom(batch, fraction) for fraction in self.architecture.tta_crops]
         if self.architecture.flip_tta:
             views += [view.flip(3) for view in views]
         for view in views[1:]:
@@ -343,43 +337,31 @@ class Embedder(nn.Module):
                 infinite values.
         """
         if self.takes_images:
-            one = isinstance(images, str | bytes | os.PathLike | Image.Image)
+            is_single = isinstance(images, str | bytes | os.PathLike | Image.Image)
             if isinstance(images, np.ndarray | Tensor):
-                one = images.ndim < 3 or (images.ndim == 3 and images.shape[-1] == 3)
-            if one:
+                is_single = images.ndim < 3 or (images.ndim == 3 and images.shape[-1] == 3)
+            if is_single:
                 kind = type(images).__name__
-                raise ValueError(f"images must be a list of images, got one {kind}: write [image]")
+                raise ValueError(f"images must be a list, got one {kind}. Pass [image].")
         elif concat_flip:
             raise ValueError(f"concat_flip is for images; this embedder takes {self.preprocessing}")
         if concat_flip and self.architecture.flip_tta:
-            raise ValueError("concat_flip has no effect with flip_tta")
+            raise ValueError("concat_flip has no effect with flip_tta. Use one of them.")
         if not is_integer(batch_size):
             raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
         results = [torch.empty(0, self.dim * (2 if concat_flip else 1))]
-        done = reported = 0
-
-        def skip(index: int, error: Exception) -> None:
-            nonlocal done
-            done += 1
-            if on_error is not None:
-                on_error(index, error)
-
-        for indices, vectors in embed_images(
+        for _, vectors in embed_images(
             self.embed,
             images,
             self.preprocessing,
             device=next((p.device for p in self.parameters()), torch.device("cpu")),
             batch_size=batch_size,
             concat_flip=concat_flip,
-            on_error=on_error and skip,
+            on_error=on_error,
             explain_nonfinite=lambda: why_not_finite(self),
+            progress=progress,
         ):
             results.append(vectors)
-            done += len(indices)
-            if progress is not None:
-                progress(reported := done)
-        if progress is not None and done > reported:  # the last batch had no readable image
-            progress(done)
         return binary_codes(torch.cat(results)) if binary else torch.cat(results)
 
     def fingerprint(self) -> str:
@@ -391,10 +373,10 @@ class Embedder(nn.Module):
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         for name, value in sorted(self.state_dict().items()):
             # Half precision is hashed as float32, to which `load` converts it.
-            plain = value.detach().cpu()
-            plain = (plain.float() if plain.is_floating_point() else plain).contiguous()
-            digest.update(f"{name} {plain.dtype} {list(plain.shape)}\0".encode())
-            digest.update(plain.reshape(-1).view(torch.uint8).numpy())
+            tensor = value.detach().cpu()
+            tensor = (tensor.float() if tensor.is_floating_point() else tensor).contiguous()
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\0".encode())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
 
     def keep_frozen(self) -> None:
@@ -418,8 +400,8 @@ class Embedder(nn.Module):
         matcher = getattr(self.backbone, "group_matcher", None)
         if matcher is None:
             raise UsageError(
-                f"{self.architecture.backbone} has no layer groups (timm's group_matcher): all "
-                "layers have the same learning rate"
+                f"{self.architecture.backbone} has no layer groups (timm's group_matcher). Use one "
+                "learning rate for all layers."
             )
         layers = load_timm().models.group_parameters(self.backbone, matcher(coarse=False))
         named = dict(self.backbone.named_parameters())
@@ -466,23 +448,22 @@ class Embedder(nn.Module):
         ``folder`` may also be a run folder. A custom network (see `wrap`) is passed as
         ``module`` and receives the saved weights.
         """
-        home = find_embedder(Path(folder))
-        description, tensors = read_embedder(home)
+        path = find_embedder(Path(folder))
+        description, tensors = read_embedder(path)
         backbone = str(description["architecture"].get("backbone"))
         if backbone.startswith(CUSTOM) and module is None:
             kind = backbone.removeprefix(CUSTOM)
             raise UsageError(
-                f"{home} contains a custom network, {format_value(kind)}, whose code is not saved. "
-                f"Load it in Python: Embedder.load({str(home)!r}, module={kind}(…))"
+                f"{path} contains a custom network, {format_value(kind)}, whose code is not saved. "
+                f"Load it in Python: Embedder.load({str(path)!r}, module={kind}(…))"
             )
         if module is not None and not backbone.startswith(CUSTOM):
-            raise ValueError(f"{home} contains {format_value(backbone)}, which takes no module")
+            raise ValueError(f"{path} contains {format_value(backbone)}. Load it without module.")
         try:
             architecture = Architecture(**description["architecture"])
             pixels = description["preprocessing"]
-            preprocessing: Input = (
-                Tensors(**pixels) if "shape" in pixels else Preprocessing.from_json(pixels)
-            )
+            is_tensor = "shape" in pixels
+            preprocessing = Tensors(**pixels) if is_tensor else Preprocessing.from_json(pixels)
             record = WeightsRecord(**description["weights"])
             with preserve_rng_state():
                 if module is None:
@@ -493,13 +474,13 @@ class Embedder(nn.Module):
             problem = "embedder.json is damaged" if module is None else "module does not fit"
             missing = " is missing" if isinstance(error, KeyError) else ""
             reason = shorten(f"{error}{missing}", 500)
-            raise ValueError(f"{home}: {problem}: {reason}") from error
+            raise ValueError(f"{path}: {problem}: {reason}") from error
         try:
             embedder.load_state_dict(tensors)
         except RuntimeError as error:
             reason = shorten(" ".join(str(error).split()), 500)
             raise ValueError(
-                f"the weights in {home} do not fit {architecture.backbone} with timm "
+                f"the weights in {path} do not fit {architecture.backbone} with timm "
                 f"{versions()['timm']} (saved with {format_value(description.get('versions'))}): "
                 f"{reason}"
             ) from error
@@ -590,8 +571,8 @@ def _check_memory(name: str, preprocessing: Input, tensors: Mapping[str, Tensor]
 def _probe_custom(module: nn.Module, preprocessing: Input) -> int:
     """Return the dimension of a custom network; raise unless it returns finite vectors."""
     if not isinstance(module, nn.Module):
-        what = "a class: write Net()" if isinstance(module, type) else format_value(module)
-        raise ValueError(f"module must be a torch.nn.Module, got {what}")
+        hint = ". Pass an instance: Net()" if isinstance(module, type) else ""
+        raise ValueError(f"module must be a torch.nn.Module, got {format_value(module)}{hint}")
     sample = preprocessing.sample(2, torch.Generator().manual_seed(0))
     device = next((value.device for value in module.parameters()), torch.device("cpu"))
     batch = preprocessing.normalize(sample).to(device)
@@ -602,15 +583,12 @@ def _probe_custom(module: nn.Module, preprocessing: Input) -> int:
     except Exception as error:  # of a custom network
         reason = shorten(" ".join(str(error).split()), 300)
         raise ValueError(f"{call}, raises {type(error).__name__}: {reason}") from error
-    if not isinstance(output, Tensor):
-        raise ValueError(f"{call}, returns {type(output).__name__}, not a tensor [batch, dim]")
-    valid = output.ndim == 2 and len(output) == len(batch) and output.shape[1] > 0
+    is_tensor = isinstance(output, Tensor)
+    valid = is_tensor and output.ndim == 2 and len(output) == len(batch) and output.shape[1] > 0
     if not valid or not output.is_floating_point() or not torch.isfinite(output).all():
-        raise ValueError(
-            f"{call}, returns {list(output.shape)} {output.dtype}, not finite floats "
-            f"[{len(batch)}, dim]"
-        )
-    return output.shape[1]
+        kind = f"{list(output.shape)} {output.dtype}" if is_tensor else type(output).__name__
+        raise ValueError(f"{call}, returns {kind}, not finite floats [{len(batch)}, dim]")
+    return output.shape[1]  # type: ignore[no-any-return]
 
 
 def versions() -> dict[str, str]:
@@ -620,11 +598,8 @@ def versions() -> dict[str, str]:
 
 def why_not_finite(embedder: Embedder) -> str:
     """Explain why vectors of an embedder are not finite."""
-    bad = [
-        name
-        for name, value in embedder.state_dict().items()
-        if value.is_floating_point() and not torch.isfinite(value).all()
-    ]
-    if bad:
-        return f"so have its weights {join_first(bad)}. Train again with a smaller learning rate."
+    state = embedder.state_dict()  # integers are finite
+    names = [name for name, value in state.items() if not torch.isfinite(value).all()]
+    if names:
+        return f"so have its weights {join_first(names)}. Train again with a smaller learning rate."
     return "its weights are finite, so an activation overflows or the input is not finite."

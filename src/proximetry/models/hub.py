@@ -31,21 +31,21 @@ from proximetry.models import weights
 from proximetry.models.embedder import Embedder, versions
 from proximetry.models.storage import (
     DESCRIPTION,
-    LARGEST_DESCRIPTION,
+    MAX_DESCRIPTION_BYTES,
     is_embedder_file,
     named_weights,
     read_description,
 )
 
 PREFIX = "hub:"
-"""Prefix of owner/name where a folder is expected."""
-_LARGEST_WEIGHTS = 16_000_000_000  # bytes; the largest networks of timm have 8 GB
+"""Prefix of the name of a repository that is passed instead of a folder."""
+_MAX_WEIGHTS_BYTES = 16_000_000_000  # the largest networks of timm have 8 GB
 _NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 _LOGIN = "Log in with `hf auth login` or set HF_TOKEN."
 
 TASK = "image-feature-extraction"
 _TAGS = ["embeddings", "image-retrieval", "metric-learning", "proximetry", "timm"]
-# Saved by `train` with the metrics.
+# Entries that `train` saves with the metrics.
 _COUNTS = ("epoch", "queries", "queries_without_positive")
 _PROTOCOLS = {
     "held_out": "The epoch was selected on classes held out of training, not on the test set.",
@@ -57,7 +57,7 @@ _SPLITS = {"held_out": "classes held out of training", "test": "test set"}
 
 
 def load_embedder(folder: Path, device: str | torch.device) -> Embedder:
-    """Load an embedder from its folder, its run's folder or hub:owner/name[@revision]."""
+    """Load an embedder from its folder, a run folder or hub:owner/name[@revision]."""
     name = folder.as_posix()
     if not name.startswith(PREFIX):
         return Embedder.load(folder, device)
@@ -68,7 +68,7 @@ def load_embedder(folder: Path, device: str | torch.device) -> Embedder:
 def push(embedder: Embedder, repo_id: str, license: str | None, private: bool) -> str:
     """Upload an embedder and its card in one commit; return the address of the repository."""
     if get_token() is None:
-        raise UsageError(f"no token of the hub for a push to {repo_id}. {_LOGIN}")
+        raise UsageError(f"no hub token for a push to {repo_id}. {_LOGIN}")
     api = HfApi(library_name="proximetry", library_version=__version__)
     with TemporaryDirectory() as temporary, _translate_errors(repo_id):
         folder = embedder.save(temporary)
@@ -76,31 +76,22 @@ def push(embedder: Embedder, repo_id: str, license: str | None, private: bool) -
         address = api.create_repo(repo_id, private=private, exist_ok=True)
         before = api.model_info(repo_id)
         files = {path.name: path for path in folder.iterdir()}
-        stale = {file.rfilename for file in before.siblings or ()} - files.keys()
-        api.create_commit(
-            repo_id,
-            [
-                CommitOperationAdd("README.md", card),
-                *(CommitOperationAdd(name, str(path)) for name, path in files.items()),
-                *(
-                    CommitOperationDelete(name)
-                    for name in sorted(stale)
-                    if is_embedder_file(Path(name))
-                ),
-            ],
-            commit_message="Save the embedder",
-            parent_commit=before.sha,  # fails if another commit happened
-        )
+        others = {file.rfilename for file in before.siblings or ()} - files.keys()
+        changes: list[Any] = [CommitOperationAdd("README.md", card)]
+        changes += [CommitOperationAdd(name, str(path)) for name, path in files.items()]
+        changes += [CommitOperationDelete(n) for n in sorted(others) if is_embedder_file(Path(n))]
+        message, parent = "Save the embedder", before.sha  # another parent is an error
+        api.create_commit(repo_id, changes, commit_message=message, parent_commit=parent)
     return str(address)
 
 
 def download(repo_id: str, revision: str | None) -> Path:
-    """Return a folder with the embedder of a repository; uses the cache if the hub is offline."""
+    """Return a folder with the embedder of a repository, from the cache if the hub is offline."""
     with _translate_errors(repo_id):
-        description = weights.download(repo_id, DESCRIPTION, revision, LARGEST_DESCRIPTION)
+        description = weights.download(repo_id, DESCRIPTION, revision, MAX_DESCRIPTION_BYTES)
         folder = description.parent  # snapshots/<commit>
         name, size = named_weights(read_description(folder), description)
-        weights.download(repo_id, name, folder.name, min(size, _LARGEST_WEIGHTS))
+        weights.download(repo_id, name, folder.name, min(size, _MAX_WEIGHTS_BYTES))
     return folder
 
 
@@ -113,12 +104,10 @@ def _translate_errors(repo_id: str) -> Iterator[None]:
         yield
     except HfHubHTTPError as error:
         reason = shorten(" ".join(str(error).split()), 300)
-        raise UsageError(
-            f"the hub rejected the request for {repo_id}: {reason}. {_LOGIN}"
-        ) from error
-    except (OSError, ValueError):  # messages of ours, or of the client about the model card
+        raise UsageError(f"the hub rejected {repo_id}: {reason}. {_LOGIN}") from error
+    except (OSError, ValueError):  # of this package, or of the client about the model card
         raise
-    except Exception as error:  # of the client's transport
+    except Exception as error:  # of the network
         raise ConnectionError(f"{weights.offline_reason()} for {repo_id}: {error}") from error
 
 
@@ -180,7 +169,7 @@ def make_card(embedder: Embedder, repo_id: str, license: str | None) -> str:
 
 # {repo_id}
 
-An embedder of {what}: {_plain(network.backbone)}, {embedder.dim} dimensions{trained}.
+An embedder of {what}: {_plain_text(network.backbone)}, {embedder.dim} dimensions{trained}.
 
 **Intended use**: retrieving {what} of the same class by {network.similarity} similarity. Evaluate \
 it first on {what} that differ from its training data.{codes}
@@ -207,8 +196,8 @@ Command line: `proximetry evaluate hub:{repo_id} FOLDER`.
 
 
 def _table(rows: Iterable[Sequence[object]]) -> str:
-    """Return a table in Markdown, without the rows that end in ""; the first is the header."""
-    lines = [f"| {' | '.join(map(_plain, row))} |" for row in rows if row[-1] != ""]
+    """Return a Markdown table, without the rows that end in ""; the first is the header."""
+    lines = [f"| {' | '.join(map(_plain_text, row))} |" for row in rows if row[-1] != ""]
     return "\n".join([lines[0], "|---" * (lines[0].count("|") - 1) + "|", *lines[1:]])
 
 
@@ -230,10 +219,10 @@ def _recipe(recipe: Any, *keys: str) -> str:
     """Return a value of the recipe as text, "" if it is missing."""
     for key in keys:
         recipe = recipe.get(key) if isinstance(recipe, Mapping) else None
-    return "" if recipe is None else _plain(recipe)
+    return "" if recipe is None else _plain_text(recipe)
 
 
-def _plain(value: object) -> str:
+def _plain_text(value: object) -> str:
     """Return one line of text without markup, for a table."""
-    words = " ".join(str(value).split())
-    return shorten("".join(c for c in words if c not in "`|<>[]\\"), 200)
+    line = " ".join(str(value).split())
+    return shorten("".join(c for c in line if c not in "`|<>[]\\"), 200)

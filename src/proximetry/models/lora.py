@@ -1,7 +1,7 @@
-"""LoRA (Hu et al. 2022) through peft: train low-rank updates instead of weights.
+"""LoRA (Hu et al. 2022) with peft: train low-rank updates instead of weights.
 
-Only the embedder in training has adapters. A plain copy, into whose weights they are merged, is
-evaluated and saved.
+Only the embedder in training has adapters. A copy without adapters, into whose weights they are
+merged, is evaluated and saved.
 """
 
 from typing import Any
@@ -25,13 +25,13 @@ def add_lora(embedder: Embedder, rank: int, alpha: float | None = None) -> Embed
     part: Any
     for part in embedder.backbone.modules():
         if hasattr(part, "qkv_bias_separate"):
-            # Otherwise the weight is used without calling the layer, which bypasses an adapter.
+            # Otherwise the weight is used without calling the layer, bypassing the adapter.
             part.qkv_bias_separate = True
     targets = _linear_layers(embedder)
     if not targets:
         raise UsageError(
             "LoRA needs linear layers in transformer blocks, and "
-            f"{embedder.architecture.backbone} has none"
+            f"{embedder.architecture.backbone} has none. Use a transformer."
         )
     config = peft.LoraConfig(
         r=rank, lora_alpha=alpha or rank, lora_dropout=0.0, target_modules=targets
@@ -47,21 +47,21 @@ def merged_copy(embedder: Embedder) -> Embedder:
     """Return a copy of the network without adapters, with random weights for `merge_lora`."""
     with preserve_rng_state():
         model = build(embedder.architecture.backbone, embedder.preprocessing.crop)
-        plain = Embedder(model, embedder.architecture, embedder.preprocessing, embedder.weights)
-    return plain.to(next(embedder.parameters()).device)
+        merged = Embedder(model, embedder.architecture, embedder.preprocessing, embedder.weights)
+    return merged.to(next(embedder.parameters()).device)
 
 
 @torch.no_grad()
-def merge_lora(trained: Embedder, plain: Embedder) -> None:
-    """Copy the weights of a network with merged adapters to its plain twin, in place."""
+def merge_lora(trained: Embedder, merged: Embedder) -> None:
+    """Copy the weights of a network, with its adapters merged, to a `merged_copy` of it."""
     state = {k.replace(".base_layer.", "."): v for k, v in trained.backbone.state_dict().items()}
     for name, layer in trained.backbone.named_modules():
         if hasattr(layer, "lora_A"):
             update: Any = layer.get_delta_weight("default")
             state[f"{name}.weight"] = state[f"{name}.weight"] + update
-    plain.backbone.load_state_dict({k: v for k, v in state.items() if ".lora_" not in k})
+    merged.backbone.load_state_dict({k: v for k, v in state.items() if ".lora_" not in k})
     for part in ("pooling", "head"):
-        getattr(plain, part).load_state_dict(getattr(trained, part).state_dict())
+        getattr(merged, part).load_state_dict(getattr(trained, part).state_dict())
 
 
 @torch.no_grad()

@@ -17,8 +17,8 @@ from proximetry._util.imports import import_optional
 from proximetry.models.backbones import evaluation_mode
 from proximetry.models.embedder import Embedder, versions, why_not_finite
 
-TOLERANCE = 1e-4  # largest difference to torch, relative to the largest value
-OLDEST = 18  # opset that torch writes and converts to newer ones
+MAX_DIFFERENCE = 1e-4  # from torch, relative to the largest value
+MIN_OPSET = 18  # which torch writes and converts to newer ones
 
 
 class _FromPixels(nn.Module):
@@ -39,11 +39,11 @@ def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
         for package in ("onnx", "onnxruntime", "onnxscript")
     )
     check_writable(path)
-    newest = onnx.defs.onnx_opset_version()
-    if not OLDEST <= opset <= newest:
-        raise UsageError(f"opset must be between {OLDEST} and {newest}, got {opset!r}")
+    max_opset = onnx.defs.onnx_opset_version()
+    if not MIN_OPSET <= opset <= max_opset:
+        raise UsageError(f"opset must be between {MIN_OPSET} and {max_opset}, got {opset!r}")
     if any(value.dtype != torch.float32 for value in embedder.parameters()):
-        embedder = deepcopy(embedder).float()  # as after save and load
+        embedder = deepcopy(embedder).float()  # like save and load
     network = _FromPixels(embedder)
     device = next((value.device for value in embedder.parameters()), "cpu")
     sample = embedder.preprocessing.sample(3, torch.Generator().manual_seed(0)).to(device)
@@ -63,22 +63,22 @@ def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
         (output,) = session.run(None, {"pixels": sample[:batch].numpy(force=True)})
         difference = (torch.from_numpy(output) - expected[:batch]).abs().max()
         relative = float(difference / expected.abs().max().clamp(min=1e-12))
-        if not relative <= TOLERANCE:
+        if not relative <= MAX_DIFFERENCE:
             raise ValueError(
-                f"the exported network differs from torch by {relative:.2g} at batch size "
-                f"{batch}, and at most {TOLERANCE:g} is allowed: nothing was written"
+                f"the exported network differs from torch by {relative:.2g} at batch size {batch}, "
+                f"more than {MAX_DIFFERENCE:g}. Nothing was written."
             )
     atomic_write(path, content)
 
 
 def _metadata(embedder: Embedder) -> dict[str, str]:
     """Return the description of input, output and embedder for a deployment."""
-    network, inside = embedder.architecture, asdict(embedder.preprocessing)
+    network, normalization = embedder.architecture, asdict(embedder.preprocessing)
     if embedder.takes_images:
         size = "shorter side = resize, longer side = int(resize * long / short)"
         if embedder.preprocessing.squash:
             size = "to (height, width) = resize, ignoring the aspect ratio"
-        before = {name: inside.pop(name) for name in ("resize", "crop", "interpolation")}
+        before = {name: normalization.pop(name) for name in ("resize", "crop", "interpolation")}
         inputs = {
             "input": "float32 [batch, 3, height, width]: upright RGB with values 0..255, resized "
             "and cropped as in `preprocessing`. The normalization is inside the graph and must "
@@ -86,7 +86,7 @@ def _metadata(embedder: Embedder) -> dict[str, str]:
             "preprocessing": json.dumps(before),
             "resize": f"with Pillow: {size}, filter = interpolation",
             "crop": "(height, width) in the center, from round((side - crop) / 2), halves to even",
-            "normalization": json.dumps(inside),
+            "normalization": json.dumps(normalization),
         }
     else:
         inputs = {"input": f"float32, {embedder.preprocessing}, not normalized."}
@@ -129,7 +129,7 @@ def _export(network: nn.Module, sample: Tensor, opset: int) -> Any:
                 verbose=False,
             )
             return program.model_proto  # type: ignore[union-attr]
-    except Exception as error:  # its messages fill a page
+    except Exception as error:  # with long messages
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"torch {torch.__version__} cannot export this network at opset {opset}: {reason}"

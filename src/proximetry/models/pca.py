@@ -7,6 +7,7 @@ variance, so prefixes of the vectors can be used directly.
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from proximetry.models.embedder import Embedder
 
 # Smallest variance used in whitening, relative to the largest: the squared rounding error of
 # bfloat16 features. Smaller variances are noise, which whitening would amplify.
-_SMALLEST_VARIANCE = 1e-6
+_MIN_VARIANCE = 1e-6
 
 # From 0.001 to 0.1, MAP@R changes by about a point (benchmarks/default-recipe-search).
 _PRIOR = 0.03
@@ -36,21 +37,21 @@ def moments_of_few(
 ) -> Tensor:
     """Return regularized second moments of fewer vectors than dimensions.
 
-    Adds W Wᵀ of the head, the variance of the vectors if features had equal variance in all
+    Adds W Wᵀ of the head, the covariance of the vectors if features had equal variance in all
     directions: otherwise the choice among directions without variance is arbitrary. `prior` is its
     weight relative to the total variance, about the origin or, if `centered`, the mean.
     """
     head = embedder.head
     if isinstance(head, nn.Linear):
-        spread = torch.mm(head.weight.double(), head.weight.double().t())
+        covariance = torch.mm(head.weight.double(), head.weight.double().t())
     else:
-        spread = torch.eye(len(moments) - 1, dtype=torch.float64, device=moments.device)
-    tiny = torch.finfo(spread.dtype).tiny  # a head of zeros
+        covariance = torch.eye(len(moments) - 1, dtype=torch.float64, device=moments.device)
+    tiny = torch.finfo(covariance.dtype).tiny  # for a head of zeros
     variance = moments[:-1, :-1].trace()
     if centered:
         variance = variance - moments[:-1, -1].square().sum() / moments[-1, -1]
-    scale = prior * variance.clamp(min=0) / spread.trace().clamp(min=tiny)
-    return moments + F.pad(scale * spread, (0, 1, 0, 1))
+    scale = prior * variance.clamp(min=0) / covariance.trace().clamp(min=tiny)
+    return moments + F.pad(scale * covariance, (0, 1, 0, 1))
 
 
 def principal_axes(
@@ -77,21 +78,20 @@ def principal_axes(
     if whitening:
         # Equal vectors have no variance about their mean.
         relative = values / values[-1].clamp(min=torch.finfo(values.dtype).tiny)
-        deviation = relative.clamp(min=_SMALLEST_VARIANCE).sqrt().flip(0)[:dim, None]
+        deviation = relative.clamp(min=_MIN_VARIANCE).sqrt().flip(0)[:dim, None]
         axes = axes / deviation**whitening
     return axes.float().contiguous()
 
 
 @torch.no_grad()
-def centered(embedder: Embedder, mean: Tensor) -> Embedder:
-    """Return a copy of an embedder whose head subtracts a mean [dim].
+def subtract_mean(embedder: Embedder, mean: Tensor) -> Embedder:
+    """Return a copy of an embedder with a head, which subtracts a mean [dim].
 
-    Centered on the training images, each bit of a binary code is set for about half of them.
+    With the mean of the training images, each bit of a binary code is set for about half of them.
     """
-    shifted = copy.deepcopy(embedder)
-    assert isinstance(shifted.head, nn.Linear)
-    shifted.head.bias.sub_(mean)
-    return shifted
+    result: Any = copy.deepcopy(embedder)
+    result.head.bias.sub_(mean)
+    return result  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Preprocessing: from an image to the normalized pixels of a backbone."""
+"""Preprocessing of images to the normalized pixels of a backbone."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +20,10 @@ from proximetry.data.images import (
     open_image,
     resize_and_center_crop,
 )
-from proximetry.models.constants import LARGEST_SIDE
+from proximetry.models.constants import MAX_SIDE
 
-_LARGEST = 1e9  # mean, std and scale of pixels, and their inverses
-_LARGEST_TENSOR = 2**28  # values: 1 GB
+_MAX_VALUE = 1e9  # of mean, std and scale, and their inverses
+_MAX_ENTRIES = 2**28  # of a tensor: 1 GB
 Channels = Literal["RGB", "BGR"]
 ImageSource: TypeAlias = "Source | Tensor"
 
@@ -53,31 +53,29 @@ class Preprocessing:
         sides = self.resize if isinstance(self.resize, tuple) else (self.resize,) * 2
         number = (int, float)
         for name, values, length, kinds, low, high in (
-            ("resize", sides, 2, (int,), 1, LARGEST_SIDE),
-            ("crop", self.crop, 2, (int,), 1, LARGEST_SIDE),
-            ("mean", self.mean, 3, number, -_LARGEST, _LARGEST),
-            ("std", self.std, 3, number, 1 / _LARGEST, _LARGEST),
-            ("scale", (self.scale,), 1, number, 1 / _LARGEST, _LARGEST),
+            ("resize", sides, 2, (int,), 1, MAX_SIDE),
+            ("crop", self.crop, 2, (int,), 1, MAX_SIDE),
+            ("mean", self.mean, 3, number, -_MAX_VALUE, _MAX_VALUE),
+            ("std", self.std, 3, number, 1 / _MAX_VALUE, _MAX_VALUE),
+            ("scale", (self.scale,), 1, number, 1 / _MAX_VALUE, _MAX_VALUE),
         ):
             valid = isinstance(values, tuple) and len(values) == length
             if not valid or not all(type(v) in kinds and low <= v <= high for v in values):
                 raise ValueError(
-                    f"{name} must have {length} numbers from {low:g} to {high:g}, got "
+                    f"{name} must have {length} numbers between {low:g} and {high:g}, got "
                     f"{format_value(getattr(self, name))}"
                 )
-        least = self.crop if isinstance(self.resize, tuple) else (min(self.crop),) * 2
-        if sides[0] < least[0] or sides[1] < least[1]:
-            size, crop, enough = (f"{h}×{w}" for h, w in (sides, self.crop, least))
-            raise ValueError(
-                f"resize {size} is smaller than the crop {crop}. Use at least {enough}."
-            )
+        minimum = self.crop if isinstance(self.resize, tuple) else (min(self.crop),) * 2
+        if sides[0] < minimum[0] or sides[1] < minimum[1]:
+            size, crop, needed = (f"{h}×{w}" for h, w in (sides, self.crop, minimum))
+            raise ValueError(f"resize {size} is smaller than crop {crop}. Use at least {needed}.")
         if self.channels not in get_args(Channels):
             raise ValueError(f"channels must be 'RGB' or 'BGR', got {format_value(self.channels)}")
         check_interpolation(self.interpolation)
 
     @property
     def short_side(self) -> int:
-        """Shorter side of a resized image."""
+        """The shorter side of a resized image."""
         return self.resize if isinstance(self.resize, int) else min(self.resize)
 
     @property
@@ -159,7 +157,7 @@ class Preprocessing:
             pixels = pixels.flip(1)
         device = pixels.device
         # Subtracting first rounds integers once. Created on the device: a copy from the CPU
-        # synchronizes and cannot be in a CUDA graph.
+        # synchronizes and cannot be part of a CUDA graph.
         shift, factor = (
             torch.stack([torch.full((1, 1), v, dtype=torch.float32, device=device) for v in values])
             for values in ([v / self.scale for v in self.mean], [self.scale / v for v in self.std])
@@ -180,9 +178,9 @@ class Preprocessing:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Create from the result of `dataclasses.asdict`, also read from JSON."""
-        wrong = sorted(set(values) ^ {field.name for field in fields(cls)})
-        if wrong:
-            raise ValueError(f"preprocessing has missing or unknown keys: {join_first(wrong)}")
+        keys = sorted(set(values) ^ {field.name for field in fields(cls)})
+        if keys:
+            raise ValueError(f"preprocessing has missing or unknown keys: {join_first(keys)}")
         return cls(**values)
 
 
@@ -195,7 +193,7 @@ class Tensors:
     def __post_init__(self) -> None:
         sides = tuple(self.shape) if isinstance(self.shape, Sequence) else ()
         valid = sides and all(type(side) is int and side >= 1 for side in sides)
-        if not valid or prod(sides) > _LARGEST_TENSOR:
+        if not valid or prod(sides) > _MAX_ENTRIES:
             raise ValueError(
                 "preprocessing must be a Preprocessing or a shape of positive integers, such as "
                 f"(1, 28, 28), got {format_value(self.shape)}"

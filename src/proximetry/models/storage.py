@@ -2,7 +2,7 @@
 
 `embedder.json` has a checksum and names the weights file, whose name contains its own checksum. The
 atomic rename of `embedder.json` commits a save: a process killed before it leaves the old embedder,
-one killed after it the new one.
+a process killed after it the new one.
 """
 
 import hashlib
@@ -34,17 +34,17 @@ EXTRAS = {"class_names": list, "metrics": dict, "recipe": dict}
 """Optional metadata of an embedder, and their types."""
 SECOND_STAGE = "second-stage"
 """Subfolder of the final run of ``training.two_stages``."""
-LARGEST_DESCRIPTION = 200_000_000  # bytes; a million class names take 20 MB
-_OURS = re.compile(r"embedder(\.json|-[0-9a-f]{16}\.safetensors)")
+MAX_DESCRIPTION_BYTES = 200_000_000  # a million class names take 20 MB
+_FILE_NAME = re.compile(r"embedder(\.json|-[0-9a-f]{16}\.safetensors)")
 
 
 def is_embedder_file(path: Path) -> bool:
-    """Whether a save wrote this file, also one that was killed."""
-    return _OURS.fullmatch(final_name(path) or path.name) is not None
+    """Return whether a save, complete or interrupted, wrote this file."""
+    return _FILE_NAME.fullmatch(final_name(path) or path.name) is not None
 
 
 def find_embedder(folder: Path) -> Path:
-    """Return the folder of an embedder, given that folder or its run's."""
+    """Return the folder of an embedder, given that folder or the folder of its run."""
     candidates = (folder / "embedder", folder / SECOND_STAGE / "embedder")
     return next((path for path in candidates if path.is_dir()), folder)
 
@@ -54,21 +54,21 @@ def write_embedder(
 ) -> None:
     """Write a description and its weights, replacing an embedder in the folder."""
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file, and an embedder is a folder")
-    foreign = [path.name for path in folder.glob("*") if not is_embedder_file(path)]
+        raise ValueError(f"{folder} is a file. Pass a folder.")
+    other_files = [path.name for path in folder.glob("*") if not is_embedder_file(path)]
     try:
-        if foreign:
+        if other_files:
             read_description(folder)
     except ValueError as error:
+        names = join_first(sorted(other_files), 3)
         raise ValueError(
-            f"{folder} contains other files ({join_first(sorted(foreign), 3)}) and no embedder. "
-            "Use a new or empty folder."
+            f"{folder} contains other files ({names}) and no embedder. Use a new or empty folder."
         ) from error
     # safetensors rejects tensors that share memory or are channels-last.
-    dense = torch.contiguous_format
-    weights = save_tensors(
-        {key: value.detach().cpu().clone(memory_format=dense) for key, value in state.items()}
-    )
+    copies = {
+        k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in state.items()
+    }
+    weights = save_tensors(copies)
     digest = hashlib.sha256(weights).hexdigest()
     file = weights_name(digest)
     content = {
@@ -78,11 +78,9 @@ def write_embedder(
         "tensors": {"file": file, "sha256": digest, "bytes": len(weights)},
     }
     try:
-        text = json_with_checksum(content, _plain)
+        text = json_with_checksum(content, _to_json)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"metrics, recipe and class_names must be plain values: {error}"
-        ) from error
+        raise ValueError(f"metrics, recipe and class_names must be JSON values: {error}") from error
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(folder / file, weights)
     atomic_write(folder / DESCRIPTION, text)
@@ -103,7 +101,7 @@ def read_embedder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     if hashlib.sha256(content).hexdigest() != digest:
         raise ValueError(
-            f"{path} is damaged: its checksum differs ({actual} bytes, saved with {size})"
+            f"{path} is damaged: its checksum does not match ({actual} of {size} bytes)"
         )
     try:
         return description, load_tensors(content)
@@ -112,13 +110,13 @@ def read_embedder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def named_weights(description: Mapping[str, Any], path: Path) -> tuple[str, int]:
-    """Return name and size of the weights file of a description that was read from `path`."""
+    """Return name and size of the weights file in a description that was read from `path`."""
     try:
         digest, size = (description["tensors"][key] for key in ("sha256", "bytes"))
         if not re.fullmatch("[0-9a-f]{64}", digest) or type(size) is not int or size < 0:
-            raise ValueError("no checksum, or no size")
+            raise ValueError("checksum or size is invalid")
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: it names no weights file") from error
+        raise ValueError(f"{path} is damaged: the weights file is missing") from error
     return weights_name(digest), size
 
 
@@ -127,7 +125,7 @@ def weights_name(digest: str) -> str:
     return f"embedder-{digest[:16]}.safetensors"
 
 
-def _plain(value: object) -> Any:
+def _to_json(value: object) -> Any:
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist"):  # NumPy and torch numbers and arrays
@@ -139,10 +137,8 @@ def read_description(folder: Path) -> dict[str, Any]:
     """Return the description of a saved embedder, without its weights."""
     path = folder / DESCRIPTION
     if not path.is_file():
-        if not folder.exists():
-            raise UsageError(f"there is no folder {folder}")
-        raise UsageError(f"{folder} is not a saved embedder: it has no {DESCRIPTION}")
-    content = check_format(path, read_json(path, LARGEST_DESCRIPTION), FORMAT, VERSION)
+        raise UsageError(f"{folder} is not a saved embedder: there is no file {path}")
+    content = check_format(path, read_json(path, MAX_DESCRIPTION_BYTES), FORMAT, VERSION)
     if not isinstance(content.get("architecture"), dict):
         raise ValueError(f"{path} is damaged: 'architecture' is missing")
     for name, kind in EXTRAS.items():

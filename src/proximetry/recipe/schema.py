@@ -31,11 +31,11 @@ from proximetry.data.datasets import list_datasets
 from proximetry.metrics.scores import COUNTS, Metrics
 from proximetry.models.constants import (
     CUSTOM,
-    LARGEST_BATCH,
-    LARGEST_BITS,
-    LARGEST_DIM,
-    LARGEST_SIDE,
-    MOST_TTA_CROPS,
+    MAX_BATCH_SIZE,
+    MAX_BITS,
+    MAX_DIM,
+    MAX_SIDE,
+    MAX_TTA_CROPS,
     POOLINGS,
     VECTOR_BACKBONES,
     WEIGHTS_SOURCES,
@@ -74,9 +74,9 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Integer = Annotated[int, Field(strict=True, le=10**9)]
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[Integer, Field(ge=1)]
-Side = Annotated[Count, Field(le=LARGEST_SIDE)]
-Dim = Annotated[Count, Field(le=LARGEST_DIM)]
-Bits = Annotated[Count, Field(multiple_of=8, le=LARGEST_BITS)]
+Side = Annotated[Count, Field(le=MAX_SIDE)]
+Dim = Annotated[Count, Field(le=MAX_DIM)]
+Bits = Annotated[Count, Field(multiple_of=8, le=MAX_BITS)]
 Setting = bool | Integer | Number | str
 Text = Annotated[str, AfterValidator(_check_text)]
 UserPath = Annotated[Text, AfterValidator(os.path.expanduser)]
@@ -253,7 +253,7 @@ class ModelConfig(Section):
             (frozen and self.pooling == "gem-learned", "freeze_backbone needs pooling gem"),
             (bits and self.dim != bits, f"dim {self.dim} and bits {bits} differ"),
             (bits and pca, f"pca_dim {pca} and bits {bits} exclude each other"),
-            (len(self.tta_crops) > MOST_TTA_CROPS, f"tta_crops has more than {MOST_TTA_CROPS}"),
+            (len(self.tta_crops) > MAX_TTA_CROPS, f"tta_crops has more than {MAX_TTA_CROPS}"),
         ):
             if applies:
                 raise ValueError(message)
@@ -408,7 +408,7 @@ class EvaluationConfig(Section):
     eval_dims: tuple[Count, ...] = _key(
         (), "also report the metrics of the first d dimensions of the embedding, for each d"
     )
-    batch_size: Count = _key(128, "images per forward pass", role="runtime", le=LARGEST_BATCH)
+    batch_size: Count = _key(128, "images per forward pass", role="runtime", le=MAX_BATCH_SIZE)
 
 
 class Recipe(Section):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from proximetry._util.charts import in_percent, line_chart
+from proximetry._util.charts import format_percent, line_chart
 from proximetry._util.formatting import format_int, format_value
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.recipe.loading import flatten
@@ -91,7 +91,7 @@ def _curves(runs: Sequence[ComparedRun]) -> ReportSection:
         for metric in dict.fromkeys(name for run in runs for name in run.record.metrics):
             title = f"{metric_title(metric)}, {split_title}"
             points = series(split, metric)
-            charts.append(line_chart(title, points, format_value=in_percent, from_zero=True))
+            charts.append(line_chart(title, points, format_value=format_percent, from_zero=True))
     charts = [*filter(None, charts)]
     return section("Curves", "curves.html", charts=charts, epochs="", several_losses=not one_loss)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from proximetry._util.charts import bar_chart, format_number, in_percent, line_chart
+from proximetry._util.charts import bar_chart, format_number, format_percent, line_chart
 from proximetry._util.formatting import format_int, readable_seconds
 from proximetry.data import VectorCatalog
 from proximetry.metrics import Interval, distinct_proxies, map_embeddings, separability
@@ -129,7 +129,7 @@ def curves_section(record: RunRecord) -> ReportSection:
     """Return loss, learning rate and metrics by epoch."""
     selected = record.selected.get("epoch")
     charts = [
-        line_chart("Loss", {"mean of the epoch": record.curve("loss")}, marked=selected),
+        line_chart("Loss", {"mean of the epoch": record.curve("loss")}, selected_epoch=selected),
         line_chart("Learning rate", {"backbone": record.curve("lr")}, from_zero=True),
     ]
     for split, title in SPLITS.items():
@@ -139,7 +139,13 @@ def curves_section(record: RunRecord) -> ReportSection:
             series[f"{metric_title(name)} {WITH_DISTRACTORS}"] = among
         title = f"Metrics, {title}"
         charts.append(
-            line_chart(title, series, format_value=in_percent, marked=selected, from_zero=True)
+            line_chart(
+                title,
+                series,
+                format_value=format_percent,
+                selected_epoch=selected,
+                from_zero=True,
+            )
         )
     charts = [*filter(None, charts)]
     epochs = _epochs_table(record)

@@ -29,7 +29,7 @@ from proximetry._util.files import (
     read_json,
 )
 from proximetry._util.formatting import format_value, join_first
-from proximetry.models.constants import LARGEST_DIM, SIMILARITIES, Similarity
+from proximetry.models.constants import MAX_DIM, SIMILARITIES, Similarity
 
 FORMAT = "proximetry gallery"
 VERSION = 1
@@ -177,7 +177,7 @@ def _parse(values: dict[str, Any]) -> Manifest:
         raise ValueError("duplicate segment")
     if invalid := [name for name in names if not _NAME.fullmatch(name)]:
         raise ValueError(f"invalid segment {format_value(invalid[0])}")
-    if manifest.similarity not in SIMILARITIES or not 1 <= manifest.dim <= LARGEST_DIM:
+    if manifest.similarity not in SIMILARITIES or not 1 <= manifest.dim <= MAX_DIM:
         raise ValueError(
             f"{format_value(manifest.similarity)} in {format_value(manifest.dim)} dimensions"
         )

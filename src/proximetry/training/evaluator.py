@@ -28,7 +28,13 @@ from proximetry.models.constants import Similarity
 from proximetry.models.embedder import extract_features, why_not_finite
 from proximetry.models.encoding import OnError
 from proximetry.models.lora import merge_lora, merged_copy
-from proximetry.models.pca import centered, moments_of_few, principal_axes, second_moments, with_pca
+from proximetry.models.pca import (
+    moments_of_few,
+    principal_axes,
+    second_moments,
+    subtract_mean,
+    with_pca,
+)
 from proximetry.recipe.schema import EvaluationConfig, Recipe
 from proximetry.training.checkpoint import RunError
 from proximetry.training.distributed import World, any_rank, share_buffers
@@ -373,7 +379,7 @@ class Evaluator:
             if self.world.size > 1:
                 dist.all_reduce(total)
             mean = self.world.first(lambda: (total / len(self.data.rows["train"])).float().cpu())
-            return centered(self.embedder, mean.to(self.world.device)), distractors
+            return subtract_mean(self.embedder, mean.to(self.world.device)), distractors
         if dim is None or moments is None:
             return self.embedder, distractors
         # About the mean only for Euclidean distances of unnormalized vectors.

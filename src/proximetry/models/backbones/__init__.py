@@ -1,4 +1,4 @@
-"""Backbones: all models of timm and three more; evaluation mode and frozen batch norm."""
+"""Backbones: all models of timm and three more; evaluation mode and frozen batch norms."""
 
 import copy
 import sys
@@ -24,7 +24,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class NoFeatureMapError(ValueError):
-    """The pooling needs a feature map, and the backbone returns tokens."""
+    """The pooling needs a feature map, but the backbone returns tokens."""
 
 
 default_cfgs: dict[str, dict[str, Any]] = {}  # read by timm's register_model
@@ -32,7 +32,7 @@ BACKBONES: dict[str, "type[Backbone]"] = {}
 
 
 class Backbone(nn.Module):
-    """A network that ends in a feature map; subclasses define `forward_features`.
+    """A network with a feature map, returned by `forward_features` of subclasses.
 
     The arguments of a subclass register it with timm:
 
@@ -100,13 +100,13 @@ class ResidualMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map vectors [B, dim] to vectors [B, dim]."""
-        change: Tensor = self.narrow(nn.functional.gelu(self.widen(self.norm(x))))
-        return x + change
+        residual: Tensor = self.narrow(nn.functional.gelu(self.widen(self.norm(x))))
+        return x + residual
 
 
 @cache
 def load_timm() -> Any:
-    """Import timm, which is slow, and register our backbones with it."""
+    """Import timm, which is slow, and register the extra backbones with it."""
     try:
         import timm
     except ModuleNotFoundError as error:
@@ -119,8 +119,8 @@ def load_timm() -> Any:
 def extra_backbones() -> dict[str, str]:
     """Return names and one-line descriptions of the backbones that timm lacks."""
     load_timm()
-    documented = {name: sys.modules[kind.__module__].__doc__ for name, kind in BACKBONES.items()}
-    return {name: (text or "").partition("\n")[0] for name, text in documented.items()}
+    docstrings = {name: sys.modules[kind.__module__].__doc__ for name, kind in BACKBONES.items()}
+    return {name: (text or "").partition("\n")[0] for name, text in docstrings.items()}
 
 
 def list_backbones(pattern: str = "") -> list[str]:
@@ -151,17 +151,16 @@ def build(name: str, crop: tuple[int, int] | None = None) -> nn.Module:
     timm = load_timm()
     config = timm.get_pretrained_cfg(check_name(name))
     size = tuple(config.input_size[-2:])
-    resized = crop is not None and crop != size and config.fixed_input_size
+    if crop in (None, size) or not config.fixed_input_size:
+        return timm.create_model(name, num_classes=0)  # type: ignore[no-any-return]
     try:
-        return timm.create_model(name, num_classes=0, **({"img_size": crop} if resized else {}))  # type: ignore[no-any-return]
+        return timm.create_model(name, num_classes=0, img_size=crop)  # type: ignore[no-any-return]
     except TypeError as error:
-        if not resized:
-            raise
-        raise ValueError(f"{name} takes images of {size[0]}×{size[1]} only") from error
+        raise ValueError(f"{name} needs images of {size[0]}×{size[1]}, got {crop}") from error
 
 
 def set_drop_path(model: nn.Module, name: str, rate: float) -> bool:
-    """Add timm's stochastic depth to a backbone; return whether it has blocks to drop."""
+    """Add timm's stochastic depth to a backbone; return whether it supports it."""
     timm = load_timm()
     from timm.layers.drop import DropPath
 
@@ -191,14 +190,14 @@ def check_patches(
     for side, step in zip(crop, patches.patch_size, strict=True):
         if side % step:
             below = side // step * step
-            use = f"{below} or {below + step}" if below else f"{step} or more"
+            sizes = f"{below} or {below + step}" if below else f"{step} or more"
             raise UsageError(
-                f"{key} {side} is not a multiple of the patch size {step} of {name}. Use {use}."
+                f"{key} {side} is not a multiple of the patch size {step} of {name}. Use {sizes}."
             )
 
 
 def takes_one_size(model: nn.Module) -> bool:
-    """Whether the network takes images of one size only, as with learned positions."""
+    """Return whether the network takes images of one size only, as with learned positions."""
     from timm.layers.patch_embed import PatchEmbed
 
     patches = getattr(model, "patch_embed", None)
@@ -209,7 +208,7 @@ def class_and_patches(model: Any, pixels: Tensor) -> Tensor:
     """Return the class token and the mean of the patch tokens, concatenated."""
     tokens = model.forward_features(pixels)
     parts = tokens[:, 0], tokens[:, model.num_prefix_tokens :].mean(1)
-    # Networks that average their tokens normalize after it.
+    # Networks that average their tokens normalize the average.
     return torch.cat([model.fc_norm(part) for part in parts], 1)
 
 
@@ -231,10 +230,10 @@ class Features:
 
 
 def prepare(model: nn.Module, name: str, crop: tuple[int, int], pooling: str = "avg") -> Features:
-    """Return the output of a backbone for a pooling, and drop the layers that it does not use.
+    """Return the output of a backbone for a pooling, and drop unused layers.
 
-    These are layers after timm's own pooling (ConvNeXt's last norm, the last convolution of
-    MobileNetV3). Without gradients they would stall distributed training.
+    These are layers after timm's own pooling (the last norm of ConvNeXt, the last convolution of
+    MobileNetV3). They have no gradients, which distributed training does not allow.
     """
     if pooling == "cls-avg" and any(
         getattr(model, part, None) is None for part in ("cls_token", "num_prefix_tokens", "fc_norm")
@@ -257,7 +256,7 @@ def prepare(model: nn.Module, name: str, crop: tuple[int, int], pooling: str = "
             f"pooling {pooling!r} needs a feature map, and {name} returns tokens. Use 'token'."
         )
     if pooling == "token" != features.pooling:
-        raise ValueError(f"pooling 'token' is for transformers, and {name} returns a feature map")
+        raise ValueError(f"pooling 'token' is for transformers, got {name}. Use pooling='auto'.")
     parameters = dict(model.named_parameters())
     _drop_unused(model, {id(parameters[name]) for name in features.dropped})
     return features
@@ -282,8 +281,8 @@ def _probe(model: Any, crop: tuple[int, int], pooling: str) -> Features:
                 output = model.forward_head(output, pre_logits=True)
             else:
                 _, first, *_, last = output.shape
-                named_last = str(getattr(model, "output_fmt", "NCHW")).endswith("NHWC")
-                channels_last = last == model.num_features and (named_last or first != last)
+                is_nhwc = str(getattr(model, "output_fmt", "NCHW")).endswith("NHWC")
+                channels_last = last == model.num_features and (is_nhwc or first != last)
                 width = last if channels_last else first
                 width = prod(output.shape[1:]) if pooling == "flatten" else width
         gradients = torch.autograd.grad(output.sum(), list(named.values()), allow_unused=True)
@@ -304,7 +303,7 @@ def _drop_unused(module: nn.Module, unused: Container[int]) -> None:
 
 
 def evaluation_mode(module: nn.Module) -> AbstractContextManager[None]:
-    """Switch to evaluation mode, and restore all modes when no thread needs it any more."""
+    """Switch to evaluation mode; restore all modes when no thread needs it anymore."""
     return override(
         module.modules(),
         False,

@@ -1,7 +1,7 @@
 """Inception with batch normalization (Ioffe & Szegedy 2015), the backbone of the proxy papers.
 
-Layer names are those of the Caffe network, so the widely used ImageNet checkpoint
-`bn_inception-52deb4733.pth` fits. It takes BGR pixels 0…255 minus (104, 117, 128).
+Layer names are those of the Caffe network, so that it can load the common ImageNet checkpoint
+`bn_inception-52deb4733.pth`. Input: BGR pixels 0…255 minus (104, 117, 128).
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from proximetry.models.backbones import Backbone
 
 
 class _Block(NamedTuple):
-    """Channels of one inception block; a block without 1×1 branch halves the map."""
+    """Channels of an inception block; blocks without a 1×1 branch have stride 2."""
 
     name: str
     one: int  # 1×1 branch; 0 = none
@@ -47,9 +47,9 @@ class BNInception(
     crop_pct=0.875,
     classifier="last_linear",
 ):
-    """Eleven million parameters, 1024 features, a map of 1/32 of the image's side.
+    """11 million parameters, 1024 features, a feature map of 1/32 of the image sides.
 
-    The side must be a multiple of 32 (224, 256, …) or halve like one (227).
+    Sides must be multiples of 32 (224, 256, …), or be rounded to one by the layers (227).
     """
 
     num_features = 1024

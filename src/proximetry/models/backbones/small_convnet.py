@@ -4,8 +4,7 @@ from torch import Tensor, nn
 
 from proximetry.models.backbones import Backbone
 
-# Channels and stride of each 3×3 convolution. Strokes need a fine map: on glyphs, a
-# network of similar size that halves once more learned less in the same time.
+# Channels and stride of each 3×3 convolution. Another stride of 2 makes results on glyphs worse.
 _LAYERS = ((32, 2), (64, 1), (96, 2), (128, 1))
 
 
@@ -17,7 +16,7 @@ class SmallConvNet(
     input_size=(3, 48, 48),
     classifier="classifier",
 ):
-    """Convolution, batch norm, ReLU, four times: 186 thousand parameters, a map of side / 4."""
+    """Four times convolution, batch norm, ReLU: 186 thousand parameters, a map of side / 4."""
 
     num_features = _LAYERS[-1][0]
 

@@ -1,7 +1,7 @@
 """The 20-layer network of SphereFace (Liu et al. 2017): PReLU, no batch norm, 112×96 faces.
 
-Layers are named as in the published Caffe network (conv1_1, relu1_1, …). Its last layer, fully
-connected from the flattened map to 512, is the head of the embedder.
+Layers are named as in the published Caffe network (conv1_1, relu1_1, …). Its last layer,
+linear from the flattened map to 512 dimensions, is the head of the embedder.
 """
 
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ class SphereFace20(
     input_size=(3, 112, 96),
     classifier="fc6",
 ):
-    """Twenty convolutions; the map of a 112×96 face is 512×7×6."""
+    """20 convolutions; the feature map of a 112×96 face is 512×7×6."""
 
     num_features = 512
 
@@ -35,7 +35,7 @@ class SphereFace20(
                 if layer == 1:
                     nn.init.xavier_uniform_(conv.weight)
                 else:
-                    # Residual branches start near zero: without batch norm they would add up.
+                    # Without batch norm, residual branches must start near zero.
                     nn.init.normal_(conv.weight, std=0.01)
                 nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
                 self.add_module(f"conv{stage}_{layer}", conv)
