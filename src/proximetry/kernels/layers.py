@@ -1,19 +1,17 @@
 """Faster CUDA layers: batch norm with its activation, and depthwise convolutions.
 
-`fuse` replaces the class of supported layers, `unfuse` restores it. Parameters, buffers, names and
-checkpoints stay the same. Layers use torch where the kernels do not apply: on the CPU, for other
+`fuse` replaces supported layers, `unfuse` restores them. Parameters, buffers, names and checkpoints
+stay the same. Layers use torch where the kernels do not apply: on the CPU, for other
 memory formats, and when compiling.
 """
 
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from timm.layers.conv2d_same import Conv2dSame
 from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
-
-Module = TypeVar("Module", bound=nn.Module)
 
 # ACT of the kernels.
 _ACTIVATIONS: dict[type[nn.Module], int] = {nn.Identity: 0, nn.ReLU: 1, nn.ReLU6: 2}
@@ -140,19 +138,22 @@ _FUSED: dict[type[nn.Module], Any] = {
 _UNFUSED: dict[type[nn.Module], Any] = {fused: kind for kind, fused in _FUSED.items()}
 
 
-def fuse(module: Module) -> Module:
-    """Make batch norms and depthwise convolutions of `module` use the kernels on CUDA."""
-    if find_spec("triton") is None:
-        return module
-    for layer in module.modules():
-        if type(layer) in _FUSED and (_is_norm(layer) or _is_depthwise(layer)):
-            layer.__class__ = _FUSED[type(layer)]
-    return module
+def fuse(module: nn.Module) -> nn.Module:
+    """Return the module with batch norms and depthwise convolutions that use kernels on CUDA."""
+    return module if find_spec("triton") is None else _replace(module, _FUSED)
 
 
-def unfuse(module: Module) -> Module:
-    """Undo `fuse`: restore the classes of the layers of `module`."""
-    for layer in module.modules():
-        if type(layer) in _UNFUSED:
-            layer.__class__ = _UNFUSED[type(layer)]
+def unfuse(module: nn.Module) -> nn.Module:
+    """Return the module with the layers that `fuse` replaced."""
+    return _replace(module, _UNFUSED)
+
+
+def _replace(module: nn.Module, classes: dict[type[nn.Module], Any]) -> nn.Module:
+    """Replace layers by layers of other classes with the same parameters, buffers and hooks."""
+    if type(module) in classes and (_is_norm(module) or _is_depthwise(module)):
+        layer: nn.Module = nn.Module.__new__(classes[type(module)])
+        layer.__dict__ = module.__dict__
+        return layer
+    for name, child in module.named_children():
+        setattr(module, name, _replace(child, classes))
     return module
