@@ -17,7 +17,7 @@ from proximetry.models import Embedder
 from proximetry.reports import RunRecord, evaluate_run
 from proximetry.reports.run_evaluation import MAX_MAP_IMAGES
 from proximetry.reports.run_proxies import measure_use, read_proxies
-from proximetry.reports.sections import classes_section, confused_pairs
+from proximetry.reports.run_sections import classes_section, confused_pairs
 
 
 def rankings(result):

@@ -16,7 +16,7 @@ from proximetry.reproduce import (
     reproduce,
     runner,
 )
-from proximetry.reproduce.markdown import overview, page
+from proximetry.reproduce.page import overview, page
 from proximetry.reproduce.records import RUNS, Results, read_records
 from tests.reproduce.small import (
     Ended,

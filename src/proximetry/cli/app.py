@@ -40,7 +40,7 @@ def make_app() -> "App":
         export,
         faces,
         index,
-        lists,
+        list_commands,
         push,
         report,
         reproduce,
@@ -66,8 +66,14 @@ def make_app() -> "App":
     commands: list[Callable[..., None]] = [
         *(demo.demo, train.train, evaluate.evaluate, report.report, embed.embed, export.export),
         *(push.push, index.index, search.search, duplicates.duplicates, serve.serve),
-        *(reproduce.reproduce, lists.recipes, lists.losses, lists.backbones, lists.datasets),
-        lists.metrics,
+        *(
+            reproduce.reproduce,
+            list_commands.recipes,
+            list_commands.losses,
+            list_commands.backbones,
+            list_commands.datasets,
+        ),
+        list_commands.metrics,
     ]
     groups = [(app, {command.__name__: command for command in commands})]
     for module, name in ((faces, "faces"), (cache, "cache")):

@@ -23,8 +23,8 @@ from proximetry.data import open_dataset
 from proximetry.data.folders import images_below
 from proximetry.data.vectors import load_arrays
 from proximetry.faces import BadImages
-from proximetry.faces.embedder import FaceEmbedder
-from proximetry.faces.face_encoder import FaceEncoder, describe_rates, with_notes
+from proximetry.faces.face_embedder import FaceEmbedder
+from proximetry.faces.file_embedder import FileEmbedder, describe_rates, with_notes
 from proximetry.metrics import Identification, identify
 
 Vectors: TypeAlias = npt.NDArray[Any]
@@ -190,7 +190,7 @@ def identify_people(
             )
         if width != both:
             views, concat_flip = "the image alone, as the distractors are", False
-    faces = FaceEncoder(embedder, concat_flip, batch_size, bad_images, group)
+    faces = FileEmbedder(embedder, concat_flip, batch_size, bad_images, group)
     total = len(people.files) + len(distractors)
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
@@ -231,7 +231,7 @@ def identify_people(
     )
 
 
-def _embed_blocks(faces: FaceEncoder, files: Sequence[str]) -> Iterator[Tensor]:
+def _embed_blocks(faces: FileEmbedder, files: Sequence[str]) -> Iterator[Tensor]:
     """Embed distractors and yield them in large blocks."""
     batches = (vectors for _, vectors in faces.batches(files))
     while block := list(islice(batches, -(-_BLOCK // faces.batch_size))):

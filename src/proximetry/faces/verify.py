@@ -12,8 +12,8 @@ from proximetry._util.charts import line_chart, step_points
 from proximetry._util.files import atomic_write
 from proximetry._util.types import Progress
 from proximetry.faces import BadImages
-from proximetry.faces.embedder import FaceEmbedder
-from proximetry.faces.face_encoder import FaceEncoder, describe_rates, with_notes
+from proximetry.faces.face_embedder import FaceEmbedder
+from proximetry.faces.file_embedder import FileEmbedder, describe_rates, with_notes
 from proximetry.faces.pair_protocol import PairProtocol
 from proximetry.metrics import Verification, pair_similarities, verify
 
@@ -98,7 +98,7 @@ def verify_pairs(
         progress: called with (images done, images in total).
         group: processes that share the images and return the same result.
     """
-    vectors = FaceEncoder(embedder, not embedder.flip_tta, batch_size, bad_images, group)
+    vectors = FileEmbedder(embedder, not embedder.flip_tta, batch_size, bad_images, group)
     templates = protocol.templates
     files = [file for images in templates.values() for file in images]
     owners = [owner for owner, images in enumerate(templates.values()) for _ in images]

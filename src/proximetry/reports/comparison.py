@@ -11,10 +11,10 @@ from proximetry._util.charts import in_percent, line_chart
 from proximetry._util.formatting import format_int, format_value
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.recipe.loading import flatten
-from proximetry.reports.html import ReportSection, section, short
+from proximetry.reports.page import ReportSection, section, short
 from proximetry.reports.run_evaluation import RunEvaluation
 from proximetry.reports.run_record import RunRecord
-from proximetry.reports.sections import SPLITS, image, metric_names, neighbor_images
+from proximetry.reports.run_sections import SPLITS, image, metric_names, neighbor_images
 from proximetry.training.metrics_table import metric_title
 
 MAX_CHANGES = 8

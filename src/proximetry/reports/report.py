@@ -11,11 +11,11 @@ from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
 from proximetry._util.types import Steps
 from proximetry.reports.comparison import ComparedRun, comparison_sections
-from proximetry.reports.html import ReportSection, page
+from proximetry.reports.page import ReportSection, page
 from proximetry.reports.run_evaluation import RunEvaluation, evaluate_run
 from proximetry.reports.run_proxies import measure_use, read_proxies
 from proximetry.reports.run_record import RunRecord
-from proximetry.reports.sections import (
+from proximetry.reports.run_sections import (
     classes_section,
     curves_section,
     headline,

@@ -22,7 +22,7 @@ from proximetry.models import Embedder
 from proximetry.models.backbones import check_name
 from proximetry.recipe.schema import AUTO, Recipe
 from proximetry.reproduce.figures import draw
-from proximetry.reproduce.markdown import page
+from proximetry.reproduce.page import page
 from proximetry.reproduce.plan import PlannedRun, make_run, plan
 from proximetry.reproduce.records import RUNS, Record, Results, check_same, read_records
 from proximetry.reproduce.statistics import sample

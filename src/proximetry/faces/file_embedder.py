@@ -10,7 +10,7 @@ from torch import Tensor
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
 from proximetry.faces import BadImages
-from proximetry.faces.embedder import FaceEmbedder
+from proximetry.faces.face_embedder import FaceEmbedder
 from proximetry.metrics import Identification, Verification
 from proximetry.metrics._search.embeddings import normalize
 from proximetry.metrics.distributed import gather_objects, raise_on_all_ranks
@@ -31,7 +31,7 @@ def with_notes(lines: list[str], skipped: Sequence[str], what: str, notes: Seque
 
 
 @dataclass
-class FaceEncoder:
+class FileEmbedder:
     """Embed images in batches, shared among the processes of a group.
 
     ``concat_flip`` appends the vector of the mirror image. ``unreadable`` collects images that
