@@ -350,24 +350,21 @@ def test_interrupted_run(home, table, tmp_path, call):
 
 
 @pytest.mark.parametrize("name", ["results.json", "environment.json", "metrics.jsonl"])
-def test_damaged_files_are_listed_as_missing(run, call, name):
+def test_damaged_files_are_rejected(run, call, name):
     content = (run / name).read_bytes()
     (run / name).write_bytes(content[: len(content) // 2] + b"\n")
-    out = call(run)
-    assert "missing: " in out
-    assert name in out
-    assert Page((run / "report.html").read_bytes()).table("Every class")
+    assert str(run / name) in call(run, code=1)
+    assert not (run / "report.html").exists()
 
 
 def test_usage_errors(run, tmp_path, call):
     for words, message in (
-        ([], "no run given"),
-        ([tmp_path / "none"], f"no such folder: {tmp_path / 'none'}"),
-        ([tmp_path], "has no recipe.yaml"),
-        ([run, run], "duplicate run"),
+        ([], "RUNS is missing"),
+        ([tmp_path / "none"], f"no such folder: {tmp_path / 'none'}. Pass the folder of a run."),
+        ([tmp_path], "has no recipe.yaml. Pass the folder of a run."),
         ([run, "--out", tmp_path / "x.txt"], "must end in .html"),
         ([run, "--out", tmp_path / "no/x.html"], "there is no folder"),
-        ([run, "--columns", "path=file"], "--columns needs a table"),
+        ([run, "--columns", "path=file"], "Pass the table as --data"),
         ([run, "--data", tmp_path / "nowhere"], "nowhere"),
     ):
         assert message in call(*words, code=2)

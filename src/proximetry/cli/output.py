@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -63,30 +63,15 @@ def print_result(as_json: bool, document: Any, text: str, out: Path | None = Non
 @contextmanager
 def progress_bar(title: str, *, enabled: bool = True) -> Iterator[Progress]:
     """Show a progress bar on a terminal."""
-    with progress_steps(enabled=enabled) as steps:
-        yield lambda done, total: steps(title, done, total)
-
-
-@contextmanager
-def progress_steps(*, enabled: bool = True) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar for several named steps, one after the other."""
     if not enabled or not sys.stderr.isatty():
-        yield lambda title, done, total: None
+        yield lambda done, total: None
         return
     from rich.console import Console
     from rich.progress import Progress as Bar
 
     with Bar(console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def show(title: str, done: int, total: int) -> None:
-            if title not in tasks:
-                for task in tasks.values():
-                    bar.update(task, visible=False)
-                tasks[title] = bar.add_task(title, total=None)
-            bar.update(tasks[title], completed=done, total=total)
-
-        yield show
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def wrap(text: str, first: str = "", then: str = "") -> str:
