@@ -253,7 +253,7 @@ def test_moved_images_are_listed_as_missing(moved, tmp_path, call):
     assert "/gone/images.csv" in out
     page = Page((moved / "report.html").read_bytes())
     assert_alone(page)
-    assert "What is missing here" in page.text
+    assert "Missing from this report" in page.text
     assert page.table("Metrics of the test set")
     assert "Distinct are proxies" in page.text
     assert "missing: Proxies in use: no training images" in out
@@ -301,7 +301,7 @@ def test_run_without_held_out_or_test_images(home, table, tmp_path, call):
     train(recipe, tmp_path / "all")
     out = call(tmp_path / "all")
     assert "nothing to evaluate" in out
-    assert "There are no figures" in Page((tmp_path / "all" / "report.html").read_bytes()).text
+    assert "No metrics were computed" in Page((tmp_path / "all" / "report.html").read_bytes()).text
     call(tmp_path / "all", "--data", table)
     text = Page((tmp_path / "all" / "report.html").read_bytes()).text
     assert "Metrics of the images of this report" in text
@@ -345,8 +345,8 @@ def test_interrupted_run(home, table, tmp_path, call):
     (tmp_path / "interrupted" / "metrics.jsonl").unlink()
     call(tmp_path / "interrupted")
     page = Page((tmp_path / "interrupted" / "report.html").read_bytes())
-    assert "There are no figures" in page.text
-    assert "No epoch is logged yet" in page.text
+    assert "No metrics were computed" in page.text
+    assert "No epoch has been logged" in page.text
 
 
 @pytest.mark.parametrize("name", ["results.json", "environment.json", "metrics.jsonl"])
