@@ -90,7 +90,7 @@ def check_runs(home: Path, results: Results) -> Iterator[str]:
         run = make_run(table, row, record.seed, record.kind, options, record.device != "CPU")
         name = f"{home / RUNS}: {record.id}"
         try:
-            check_same(name, record.recipe, run)
+            check_same(name, Recipe.load(record.recipe), run)
         except ReproduceError as error:
             yield str(error)
         # Runs with held-out classes do not record the number of training images.

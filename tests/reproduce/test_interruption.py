@@ -64,7 +64,7 @@ def test_signal_saves_and_the_same_command_resumes(table, data, tmp_path, uninte
     with pytest.raises(Interrupted, match=r"0 runs are done in .* to resume"):
         run_table(table, data, tmp_path, start=start)
     assert list(home.glob("work/*/checkpoints/last.safetensors"))
-    assert "No run of this table is done yet" in (home / "README.md").read_text()
+    assert "No run of this table is complete" in (home / "README.md").read_text()
     check_same_results(run_table(table, data, tmp_path), uninterrupted)
 
 

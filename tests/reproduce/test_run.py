@@ -241,7 +241,7 @@ def test_failing_runs_are_reported_and_do_not_stop_the_others(data, cache, tmp_p
         run_table(table, data, tmp_path, lines.append, seeds=(0, 1), start=failing)
     message = str(error.value)
     assert "2 of 4 runs failed" in message
-    assert "MPA, K = 2, seed 0: too little memory on cpu" in message
+    assert "MPA, K = 2, seed 0: not enough memory on cpu" in message
     home = tmp_path / "small"
     log = home / "work" / "proxy-anchor-seed1.log"
     assert f"seed 1: RuntimeError: a mistake (log: {log})" in message
@@ -265,7 +265,7 @@ def test_failing_runs_are_reported_and_do_not_stop_the_others(data, cache, tmp_p
         (130, "stopped after step 3", "^stopped after step 3$"),
         (1, "one\nno such folder\n\n", "^no such folder$"),
         (1, "", "code 1"),
-        (1, "RuntimeError: CUDA error: out of memory", "memory on cpu; use a smaller --parallel"),
+        (1, "RuntimeError: CUDA error: out of memory", "memory on cpu. Use a smaller --parallel"),
     ],
 )
 def test_reason_of_a_failed_process(cache, tmp_path, code, log, message):
@@ -297,7 +297,7 @@ def test_omp_wait_policy_of_concurrent_runs(
 
 
 def test_page_shows_notes_of_the_runs(whole, tmp_path):
-    assert "No run of this table is done yet." in page(Results(make_table(tmp_path), []))
+    assert "No run of this table is complete." in page(Results(make_table(tmp_path), []))
     out = copy_of(whole, tmp_path)
     note = "Cars196: 16170 of 16185 images, 15 missing: numbers 1, 2"
     edit_run(out / "small", "mpa-k-2-seed0", notes=[note])
@@ -384,7 +384,7 @@ def call(call):
         (["mpa-table4", "--data", "NUMBERED"], "is not CUB-200-2011"),
         (["TABLE", "--data", "DATA", "--parallel", "0"], "at least 1"),
         (["TABLE", "--data", "DATA", "--epochs", "0"], "at least 1"),
-        (["TABLE", "--data", "DATA", "--seeds", "1", "1"], "different"),
+        (["TABLE", "--data", "DATA", "--seeds", "1", "1"], "distinct"),
         (["TABLE", "--data", "DATA/train"], "has no images of split"),
         (["TABLE", "--data", "DATA", "--device", "cuda:99"], "there is no device 'cuda:99'"),
         (["TABLE", "--data", "DATA", "--backbone", "resnet5O"], "unknown backbone 'resnet5O'"),
