@@ -147,12 +147,12 @@ def test_list_option_never_takes_a_path(call, words, message):
         (["train", "glyphs", "out", "--optimizer.lr", "-1"], "greater than 0"),
         (["train", "glyphs", "out", "--lr", "1"], "Did you mean --optimizer.lr?"),
         (["train", "glyphs", "out", "--batch_size", "8"], "--data.batch-size or --evaluation"),
-        (["train", "glyphs", "out", "more"], "more; see: proximetry train --help"),
+        (["train", "glyphs", "out", "more"], "more. See proximetry train --help"),
         (["train", "glyphs", "out", "--loss.settings", "alpha=3"], "--loss.settings.KEY VALUE"),
         (["train", "glyphs", ""], "is empty"),
         (["train", "cub-proxy-anchor", "OUT", "--model.weights", "none"], "data.root is missing"),
         (["train", "glyphs", "OUT", "--device", "gpu"], "no device 'gpu'"),
-        (["train", "glyphs", "--out", "OUT"], "OUT is given without an option"),
+        (["train", "glyphs", "--out", "OUT"], "OUT is a positional argument"),
         (["train", "glyphs", "OUT", "--schedule.at"], "--schedule.at"),
         (["train", "glyphs", "OUT", "--config", "missing.yaml"], "missing.yaml"),
         (["export", "EMBEDDER"], "OUT is missing"),
@@ -197,7 +197,7 @@ def test_only_the_first_of_several_processes_prints(call, run, monkeypatch):
 
 def test_export_writes_onnx(call, run):
     out = call("export", run / "out" / "embedder", run / "m.onnx")
-    assert "checked" in out
+    assert "verified" in out
     assert (run / "m.onnx").stat().st_size > 1000
 
 
@@ -371,12 +371,6 @@ def test_training_continues_after_a_broken_pipe(run, tmp_path):
     assert Embedder.load(tmp_path / "r").dim == 8
 
 
-def test_error_messages_are_bounded_and_wrapped(capsys, monkeypatch):
+def test_error_messages_are_bounded(capsys):
     assert cli.main(["train", "x" * 100_000]) == 2
     assert len(capsys.readouterr().err) < 3000
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "60")
-    assert cli.main(["losses", "nonsense"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) > 3
-    assert max(map(len, lines)) <= 60

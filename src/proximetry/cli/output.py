@@ -1,4 +1,4 @@
-"""What commands print: text, or one JSON document for scripts; their output files."""
+"""Output of commands: text, or one JSON document for scripts; progress bars and output files."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from proximetry._util.types import Progress
 
 @contextmanager
 def skip_hint() -> Iterator[None]:
-    """Add to the error about an image how to skip it."""
+    """Add the option that skips such images to the error of an image."""
     try:
         yield
     except ValueError as error:
@@ -28,7 +28,7 @@ def skip_hint() -> Iterator[None]:
         cause = error if isinstance(error, ImageError) else error.__cause__
         if not isinstance(cause, ImageError):
             raise
-        raise ValueError(f"{cause}; --bad-images skip skips such images") from error
+        raise ValueError(f"{cause}. Skip such images with --bad-images skip.") from error
 
 
 def check_out(
@@ -41,14 +41,14 @@ def check_out(
     if out is None:
         return
     if out.suffix.lower() not in suffixes:
-        raise UsageError(f"{option} {out} must end in {' or '.join(suffixes)}")
+        raise UsageError(f"{option} must end in {' or '.join(suffixes)}, got {out}")
     check_writable(out)
     if out.exists() and any(Path(source).exists() and out.samefile(source) for source in sources):
         raise UsageError(f"{option} is an input of this command: {out}. Choose another file.")
 
 
 def echo(text: str, *, to_stderr: bool = False) -> None:
-    """Print a text, with characters that control a terminal escaped."""
+    """Print a text; escape characters that control a terminal."""
     print(printable(text), file=sys.stderr if to_stderr else None, flush=True)
 
 
@@ -87,7 +87,7 @@ def wrap(text: str, first: str = "", then: str = "") -> str:
 
 
 def columns(entries: Mapping[str, Sequence[str]]) -> str:
-    """Return a list of names with their paragraphs, wrapped, on the right."""
+    """Return a table of names and, on their right, their wrapped paragraphs."""
     left = max(map(len, entries)) + 2
     lines = []
     for name, paragraphs in entries.items():

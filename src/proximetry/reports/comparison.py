@@ -116,8 +116,8 @@ def _queries(runs: Sequence[ComparedRun]) -> ReportSection | None:
                 "gained": len(gained),
                 "lost": len(lost),
                 "lists": [
-                    (f"Right in {other_name} only", _rows(pair, _largest_gaps(first, other, gained))),
-                    (f"Right in {name} only", _rows(pair, _largest_gaps(first, other, lost))),
+                    (f"Right in {other_name} only", _rows(pair, _top_gaps(first, other, gained))),
+                    (f"Right in {name} only", _rows(pair, _top_gaps(first, other, lost))),
                 ],
             }
         )
@@ -126,7 +126,7 @@ def _queries(runs: Sequence[ComparedRun]) -> ReportSection | None:
     return section("Queries", "comparison_queries.html", first=name, comparisons=comparisons)
 
 
-def _largest_gaps(first: RunEvaluation, other: RunEvaluation, queries: Any) -> list[int]:
+def _top_gaps(first: RunEvaluation, other: RunEvaluation, queries: Any) -> list[int]:
     """Return the queries whose scores differ the most, at most one per class."""
     scores, other_scores = first.evaluation.scores, other.evaluation.scores
     common = next((name for name in (first.ranking, *scores) if name in other_scores), None)

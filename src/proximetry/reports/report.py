@@ -66,21 +66,14 @@ def write_report(
             if source is not None or root is not None:
                 raise
             evaluations.append(None)
-            reason = _reason(error)
-            hint = "" if "--data" in reason else ". If the images have moved, pass --data"
-            record.missing.append(f"Queries, classes, intervals and the map: {reason}{hint}")
+            hint = "" if "--data" in str(error) else ". If the images have moved, pass --data"
+            record.missing.append(f"Queries, classes, intervals and the map: {error}{hint}")
     if len(records) == 1:
         content = report_page(records[0], evaluations[0])
     else:
         content = comparison_page(records, evaluations)
     atomic_write(out, content)
     return [reason for record in records for reason in record.missing]
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
 
 
 def report_page(record: RunRecord, run: RunEvaluation | None) -> bytes:
@@ -92,7 +85,7 @@ def report_page(record: RunRecord, run: RunEvaluation | None) -> bytes:
         try:
             sections.append(map_section(run))
         except _ABSENT as error:
-            record.missing.append(f"Map: {_reason(error)}")
+            record.missing.append(f"Map: {error}")
         if run.unreadable:
             record.missing.append(f"Images: {len(run.unreadable)} cannot be read")
     sections += [*_proxies(record, run), origin_section(record, notes)]
@@ -128,7 +121,7 @@ def _proxies(record: RunRecord, run: RunEvaluation | None) -> list[ReportSection
                 raise ValueError("no training images")
             use = measure_use(proxies, run.embedder, run.train)
     except _ABSENT as error:
-        record.missing.append(f"{title}: {_reason(error)}")
+        record.missing.append(f"{title}: {error}")
     section = proxies_section(record, proxies, use)
     return [] if section is None else [section]
 
