@@ -26,7 +26,7 @@ from proximetry._util.tensors import chunks
 from proximetry.data.folders import images_below
 from proximetry.data.images import open_image
 from proximetry.faces import Detector, align_folder, find_detector
-from proximetry.faces.detector import BATCH, LARGEST, Floats
+from proximetry.faces.detector import BATCH, MAX_SIDE, Floats
 
 PREPARED = 64  # files that the bare detector runs on; their inputs are kept in memory
 
@@ -104,13 +104,16 @@ def main() -> None:
         home = Path(place)
         files = copy_images(arguments.files, home / "in", arguments.images, arguments.side)
         ours = prepare(file, files[:PREPARED])
-        full = [np.zeros((BATCH, 3, LARGEST, LARGEST), np.float32)] * (PREPARED // BATCH)
+        full = [np.zeros((BATCH, 3, MAX_SIDE, MAX_SIDE), np.float32)] * (PREPARED // BATCH)
         images = len(files)
 
         def align() -> None:
             align_folder(home / "in", tempfile.mkdtemp(dir=home), detector=file)
 
-        published, own = f"bare detector, {LARGEST} × {LARGEST}", "bare detector, inputs of `align`"
+        published, own = (
+            f"bare detector, {MAX_SIDE} × {MAX_SIDE}",
+            "bare detector, inputs of `align`",
+        )
         runs: dict[str, Run] = {
             published: bare(detector, full),
             own: bare(detector, ours),

@@ -33,7 +33,7 @@ Size: TypeAlias = Literal["112x112", "112x96"]
 """Height × width of an aligned face."""
 
 Keep: TypeAlias = Literal["largest", "center", "all"]
-"""Which faces of an image are kept."""
+"""Which faces of an image to keep."""
 
 BadImages: TypeAlias = Literal["error", "skip"]
 """What to do with images that are missing or unreadable."""

@@ -95,15 +95,15 @@ def _read_distractors(path: Path, probes: Path) -> "Sequence[str] | Vectors":
         inner, outer = path.resolve(), probes.resolve()
         if inner.is_relative_to(outer) or outer.is_relative_to(inner):
             raise UsageError(
-                f"--distractors {path} and the probes in {probes} are the same images. Without "
-                "--distractors, people with one image are the distractors."
+                f"--distractors {path} and the probes in {probes} are the same images. Omit "
+                "--distractors to use people with one image as distractors."
             )
         files = [str(path / name) for name in images_below(path)[0]]
         if not files:
-            raise UsageError(f"--distractors {path}: no images in this folder")
+            raise UsageError(f"--distractors {path}: no images in this folder. Pass another one.")
         return files
     if path.suffix not in (".npy", ".npz"):
-        raise UsageError(f"--distractors {path}: expected a folder of images, .npy or .npz")
+        raise UsageError(f"--distractors must be a folder of images, .npy or .npz, got {path}")
     vectors: Vectors = load_arrays(path)["vectors"]
     if vectors.ndim != 2 or vectors.dtype.kind != "f" or not vectors.size:
         raise ValueError(

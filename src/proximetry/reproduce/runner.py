@@ -151,8 +151,6 @@ def reproduce(
             jobs.append(Job(run, home / "work", str(device), parallel))
             _check_interrupted(jobs[-1])
         report(f"{study.name}: {len(runs)} runs, {len(runs) - len(remaining)} of them done already")
-        if parallel > 1 and study.figure is not None and study.figure.kind == "curves":
-            report("seconds of concurrent runs are neither drawn nor compared")
 
         def finish(job: Job, code: int) -> str:
             catalog = datasets[job.run.recipe.data.dataset][1]
