@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -145,7 +146,6 @@ def test_list_option_never_takes_a_path(call, words, message):
         (["train", "glyphs", "out", "--optimizer.lrr", "3"], "--optimizer.lr"),
         (["train", "glyphs", "out", "--training.epochs", "many"], "'many'"),
         (["train", "glyphs", "out", "--optimizer.lr", "-1"], "greater than 0"),
-        (["train", "glyphs", "out", "--lr", "1"], "Did you mean --optimizer.lr?"),
         (["train", "glyphs", "out", "--batch_size", "8"], "--data.batch-size or --evaluation"),
         (["train", "glyphs", "out", "more"], "more. See proximetry train --help"),
         (["train", "glyphs", "out", "--loss.settings", "alpha=3"], "--loss.settings.KEY VALUE"),
@@ -160,7 +160,6 @@ def test_list_option_never_takes_a_path(call, words, message):
         (["evaluate", "EMBEDDER", "IMAGES", "--out", "x.csv"], "x.csv"),
         (["evaluate", "EMBEDDER", "cubs"], "'cub'"),
         (["evaluate", "EMBEDDER", "folder"], "needs its folder"),
-        (["embed", "EMBEDDER", "missing.jpg"], "missing.jpg"),
         (["embed", "nowhere", "nothing.png", "--out", "v.zip"], "must end in .npz or .npy or"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -170,6 +169,50 @@ def test_usage_errors_are_one_line(call, run, tmp_path, words, message):
     err = call(*[paths.get(word, word) for word in words], code=2)
     assert message in err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "value", "remedy"),
+    [
+        ("train missing", "'missing'", "`proximetry datasets`"),
+        ("evaluate EMBEDDER missing", "'missing'", "`proximetry datasets`"),
+        ("embed EMBEDDER missing.jpg", "missing.jpg", "Check the path"),
+        ("index missing --model EMBEDDER", "missing", "Check the path"),
+        ("report missing", "missing", "Pass the folder of a run"),
+        ("evaluate EMBEDDER", "embedder", "proximetry evaluate EMBEDDER IMAGES"),
+        ("train IMAGES --recipe nonsense", "'nonsense'", "`proximetry recipes`"),
+        ("train IMAGES --loss nonsense", "'nonsense'", "proxy_anchor"),
+        ("train IMAGES --lr 1", "--lr", "--optimizer.lr"),
+        ("backbones nonsense", "'nonsense'", "Try a shorter part"),
+        ("evaluate EMBEDDER IMAGES --split nonsense", "nonsense", '"train"'),
+        ("evaluate EMBEDDER IMAGES --similarity cosine", "embedder", "Omit"),
+        ("cache clean --keep lots", "'lots'", "--keep 20GB"),
+        ("train IMAGES FULL", "full", "Choose another folder"),
+        ("export EMBEDDER FULL", "full", ".onnx"),
+        ("embed EMBEDDER TABLE --out TABLE", "t.parquet", "Choose another file"),
+        ("train FULL", "full", "<class>/<image>.jpg"),
+        ("evaluate EMBEDDER FULL", "full", "<class>/<image>.jpg"),
+    ],
+)
+def test_errors_name_the_value_and_the_remedy(
+    run, images, tmp_path, monkeypatch, capsys, words, value, remedy
+):
+    """Paths that do not exist, unknown values, existing outputs, and folders without classes."""
+    monkeypatch.chdir(tmp_path)
+    Catalog.from_folder(images).to_parquet(tmp_path / "t.parquet")
+    shutil.copytree(images / "class00", tmp_path / "full")
+    before = sorted(tmp_path.rglob("*"))
+    paths = {
+        "EMBEDDER": run / "out" / "embedder",
+        "FULL": tmp_path / "full",
+        "IMAGES": images,
+        "TABLE": tmp_path / "t.parquet",
+    }
+    assert cli.main([str(paths.get(word, word)) for word in words.split()]) in (1, 2)
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert value in message
+    assert remedy in message
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_no_arguments_prints_help(capsys):
@@ -285,15 +328,6 @@ def test_unwritable_output_is_rejected_before_the_work(
     err = call(*[places.get(word, word) for word in words], out, code=2)
     assert str(out) in err
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_output_must_not_be_the_input(call, run, images, tmp_path):
-    table = tmp_path / "t.parquet"
-    Catalog.from_folder(images).to_parquet(table)
-    before = table.read_bytes()
-    err = call("embed", run / "out", table, "--out", table, code=2)
-    assert str(table) in err
-    assert table.read_bytes() == before
 
 
 class FullDisk(StringIO):

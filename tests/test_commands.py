@@ -18,8 +18,8 @@ from proximetry.losses import LOSSES, PAIR_LOSSES, loss_settings
 from proximetry.metrics import Metrics, evaluate
 from proximetry.models import Embedder
 from proximetry.recipe.loading import shipped_recipes
-from proximetry.training import Recipe
-from tests.training.tiny import make_images
+from proximetry.training import Recipe, train
+from tests.training.tiny import make_images, make_recipe
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +143,26 @@ def test_evaluate_reads_images_in_any_form(call, embedder, sources, vectors, ima
     assert (low, high) == pytest.approx(expected.bootstrap()["map@r"][1:], abs=1e-6)
     assert "resampled by class" in result["interval_method"]
     assert split in call("evaluate", embedder, *words).splitlines()[0]
+
+
+def test_evaluate_reports_the_metrics_that_train_recorded(call, tmp_path):
+    """Of the test split, with images that are scaled and cropped, and Euclidean distances."""
+    images = tmp_path / "images"
+    make_images(images / "train", side=40)
+    make_images(tmp_path / "test", side=40, seed=1)
+    for folder in (tmp_path / "test").iterdir():
+        shutil.copytree(folder, images / "test" / f"new {folder.name}")
+    recipe = make_recipe(
+        images,
+        tmp_path / "cache",
+        data={"short_side": 32},
+        model={"resize": 28, "normalize": False},
+        training={"epochs": 1},
+        evaluation={"similarity": "euclidean", "protocol": "last"},
+    )
+    recorded = train(recipe, tmp_path / "run")["selected"]["test"]
+    assert 0 < recorded["map@r"] < 1
+    assert data(call, "evaluate", tmp_path / "run", images)["metrics"] == pytest.approx(recorded)
 
 
 def test_evaluate_per_class_and_confusions(call, embedder, tmp_path):
