@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any
 from proximetry._util.errors import UsageError
 from proximetry._util.formatting import first_few, format_int, join_first
 from proximetry.cli.inputs import load_image_embedder
-from proximetry.cli.options import (
-    GALLERY,
-    AsJson,
-    BadImages,
-    BatchSize,
-    Device,
-    TableColumns,
-)
+from proximetry.cli.options import GALLERY, AsJson, BadImages, BatchSize, Device, TableColumns
 from proximetry.cli.output import print_result, progress_bar, relative_path, skip_hint
 
 if TYPE_CHECKING:

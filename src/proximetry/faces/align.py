@@ -8,7 +8,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -136,16 +136,13 @@ def _find_images(folder: Path, out: Path, log: Log) -> list[str]:
 
 def _is_aligned(folder: Path, paths: Sequence[str], size: Size) -> bool:
     """Whether all images that can be read have the size of an aligned face."""
-    readable = False
+    sizes = set[tuple[int, int]]()
     for path in paths:
-        try:
-            width, height = image_size(folder / path)
-        except ImageError:
-            continue
-        if (height, width) != height_and_width(size):
+        with suppress(ImageError):
+            sizes.add(image_size(folder / path))
+        if sizes - {height_and_width(size)[::-1]}:
             return False
-        readable = True
-    return readable
+    return bool(sizes)
 
 
 def ambiguous_paths(paths: Sequence[str], keep: Keep) -> set[str]:

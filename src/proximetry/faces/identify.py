@@ -118,17 +118,13 @@ class PeopleIdentification:
     """Result of `identify_people`, with the embedder."""
 
     result: Identification
+    probes: int
     people: int
     distractors_from: str
     embedder: FaceEmbedder
     views: str
     skipped: tuple[str, ...]
     notes: tuple[str, ...]
-
-    @property
-    def probes(self) -> int:
-        """Number of probes."""
-        return len(set(self.result.probes.tolist()))
 
     def document(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -222,6 +218,7 @@ def identify_people(
         notes.append(f"{len(readable) - len(rows)} images have no other image of their person")
     return PeopleIdentification(
         result,
+        len(rows),
         len({people.labels[row] for row in rows}),
         people.source,
         embedder,

@@ -40,10 +40,7 @@ class RunRecord:
         """Read the folder of a run, which may be unfinished."""
         if not path.is_dir():
             raise UsageError(f"no such folder: {path}. Pass the folder of a run.")
-        stages = [
-            RunFolder(folder_path)
-            for folder_path in (path, path / SECOND_STAGE, path / FIRST_STAGE)
-        ]
+        stages = [RunFolder(path / name) for name in ("", SECOND_STAGE, FIRST_STAGE)]
         folder = next((stage for stage in stages if stage.recipe.exists()), stages[0])
         if not folder.recipe.exists():
             raise UsageError(
