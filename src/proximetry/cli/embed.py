@@ -177,10 +177,9 @@ def _write(out: Path, images: Sequence[Image], vectors: "npt.NDArray[np.float32]
         atomic_write(rows_file(out), json.dumps(columns, indent=1).encode())
         np.save(buffer, vectors)
     else:
-        arrow, parquet = (
-            import_optional(name, "images", "Writing Parquet")
-            for name in ("pyarrow", "pyarrow.parquet")
-        )
+        import pyarrow as arrow  # type: ignore[import-untyped]
+        from pyarrow import parquet
+
         arrays = {name[:-1]: text_array(values) for name, values in columns.items()}
         flat = arrow.array(vectors.ravel())
         arrays["vector"] = arrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
