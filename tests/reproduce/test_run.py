@@ -163,20 +163,11 @@ def test_render_needs_neither_data_nor_the_same_recipe(call, whole, tmp_path):
         reproduce(path, out=tmp_path / "nowhere", options=ReproduceOptions(render=True))
 
 
-@pytest.mark.parametrize(
-    ("section", "keys", "message"),
-    [
-        ("optimizer", {"lr": 0.5}, "optimizer.lr 0.001 → 0.5"),
-        ("model", {"dim": 4}, "model.dim 8 → 4"),
-    ],
-)
-def test_other_recipe_is_rejected(whole, data, cache, tmp_path, section, keys, message):
+def test_other_recipe_is_rejected(whole, data, cache, tmp_path):
     out = copy_of(whole, tmp_path)
-    table = Table.load(with_base(table_values(cache), section, **keys))
-    with pytest.raises(ReproduceError) as error:
+    table = Table.load(with_base(table_values(cache), "optimizer", lr=0.5))
+    with pytest.raises(ReproduceError, match=r"optimizer\.lr 0\.001 → 0\.5.*--out"):
         run_table(table, data, out, seeds=(0, 1), start=no_training)
-    assert message in str(error.value)
-    assert "--out" in str(error.value)
     with pytest.raises(ReproduceError, match=r"training\.epochs 2 → 3"):
         run_table(make_table(cache), data, out, seeds=(2,), epochs=3, start=no_training)
 
@@ -382,7 +373,6 @@ def call(call):
         (["mpa-table4", "--data", "NUMBERED"], "is not CUB-200-2011"),
         (["TABLE", "--data", "DATA", "--parallel", "0"], "at least 1"),
         (["TABLE", "--data", "DATA", "--epochs", "0"], "at least 1"),
-        (["TABLE", "--data", "DATA", "--seeds", "1", "1"], "distinct"),
         (["TABLE", "--data", "DATA/train"], "has no images of split"),
         (["TABLE", "--data", "DATA", "--device", "cuda:99"], "there is no device 'cuda:99'"),
         (["TABLE", "--data", "DATA", "--backbone", "resnet5O"], "unknown backbone 'resnet5O'"),
