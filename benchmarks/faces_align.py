@@ -72,7 +72,7 @@ def prepare(file: Path, files: list[Path]) -> list[Floats]:
 def bare(detector: Detector, inputs: list[Floats]) -> Run:
     def run() -> None:
         with ThreadPoolExecutor(cores()) as pool:
-            list(pool.map(lambda given: detector.run(given) and None, inputs))
+            list(pool.map(lambda batch: detector.run(batch) and None, inputs))
 
     return run
 
@@ -124,7 +124,7 @@ def main() -> None:
             {name: watched(run, busy[name]) for name, run in runs.items()}, arguments.rounds
         )
     counts = {published: PREPARED, own: PREPARED, "`align`": images}
-    shapes = sorted({given.shape[2:] for given in ours})
+    shapes = sorted({batch.shape[2:] for batch in ours})
     print(f"{images} files, {file.name}, {cores()} cores; inputs of `align`: {shapes[:4]}")
     print(f"{versions()}, onnxruntime {onnxruntime.__version__}\n")
     print("| | images/s | `align` over it | processor time per image | over that of `align` |")
