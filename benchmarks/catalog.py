@@ -1,4 +1,4 @@
-"""A catalogue of millions of images: seconds, and the memory of the whole process at its highest.
+"""A catalog of millions of images: seconds, and the memory of the whole process at its highest.
 
 python -m benchmarks.catalog [--rows 10000000] [--classes 1000000]
 

@@ -90,7 +90,7 @@ def check_runs(home: Path, results: Results) -> Iterator[str]:
         run = make_run(table, row, record.seed, record.kind, options, record.device != "CPU")
         name = f"{home / RUNS}: {record.id}"
         try:
-            check_same(name, record.recipe, run)
+            check_same(name, Recipe.load(record.recipe), run)
         except ReproduceError as error:
             yield str(error)
         # Runs with held-out classes do not record the number of training images.
@@ -105,9 +105,9 @@ def check_runs(home: Path, results: Results) -> Iterator[str]:
 def check_paths(home: Path = HOME) -> Iterator[str]:
     """No JSON file contains an absolute path."""
     for file in sorted([*home.rglob("*.json"), *home.rglob("*.jsonl")]):
-        found = _PATH.search(file.read_text(encoding="utf-8"))
-        if found:
-            yield f"{file} contains an absolute path: {found[0]}"
+        match = _PATH.search(file.read_text(encoding="utf-8"))
+        if match:
+            yield f"{file} contains an absolute path: {match[0]}"
 
 
 def check_page() -> Iterator[str]:
@@ -122,16 +122,16 @@ def check_repeats(records: Iterable[Record]) -> Iterator[str]:
     if not any(len(group) == 4 for group in groups):
         yield "no recipe was run four times with one seed"
     for group in groups:
-        found = spread(group)
-        if any(here > most for here, most in zip(found, TOLERANCES, strict=True)):
-            yield f"{group[0].row} of {group[0].table}: repeated runs differ by {found}"
+        differences = spread(group)
+        if any(value > limit for value, limit in zip(differences, TOLERANCES, strict=True)):
+            yield f"{group[0].row} of {group[0].table}: repeated runs differ by {differences}"
 
 
 def check_twins(records: Iterable[Record]) -> Iterator[str]:
     """Runs that train alike on a GPU have equal losses."""
     groups = find_twins(records)
     if {record.seed for group in groups for record in group} != {0, 1, 2}:
-        yield "runs that train alike are not there for the seeds 0, 1, 2"
+        yield "runs that train alike are missing for the seeds 0, 1, 2"
     for group in groups:
         if not same_losses(group):
             yield f"{group[0].row} and {group[1].row}: they train alike, but their losses differ"
@@ -161,7 +161,7 @@ def check_settings() -> Iterator[str]:
         table = Table.load(name)
         for row in table.rows:
             r = make_run(table, row, 0, "full").recipe
-            found = (
+            settings = (
                 r.data.batch_size,
                 r.model.pooling,
                 r.schedule.every,
@@ -170,8 +170,8 @@ def check_settings() -> Iterator[str]:
                 r.loss.settings.get("proxies_per_class", 1),
             )
             proxies = 1 if row.name == "Proxy-Anchor" else 10
-            if found != (batch, "gem", 20, 0.5, 0.01, proxies):
-                yield f"{name}, {row.name}: not the published setting: {found}"
+            if settings != (batch, "gem", 20, 0.5, 0.01, proxies):
+                yield f"{name}, {row.name}: not the published setting: {settings}"
 
 
 def check_best_recipes() -> Iterator[str]:
@@ -198,7 +198,7 @@ def trains_alike(best: Recipe, tried: Recipe, untried: tuple[str, ...] = ()) -> 
             "schedule.freeze_backbone_epochs": tried.schedule.freeze_backbone_epochs
         }  # best recipes keep it as it is
     )
-    found, expected = (
+    values, expected = (
         {
             key: value
             for key, value in recipe.computation_keys().items()
@@ -206,21 +206,21 @@ def trains_alike(best: Recipe, tried: Recipe, untried: tuple[str, ...] = ()) -> 
         }
         for recipe in (keep_choices(best, tried), longer)
     )
-    return found == expected
+    return values == expected
 
 
 def check_readme(records: Iterable[Record]) -> Iterator[str]:
     """README and docs repeat the figures of the best recipes, which beat all published ones."""
-    known, names = list(records), ("cub", "cars")
+    runs, names = list(records), ("cub", "cars")
     alone = {name: f"best-{name}, one view per image" for name in names}
-    missing = {*(f"best-{name}" for name in names), *alone.values()} - {r.row for r in known}
+    missing = {*(f"best-{name}" for name in names), *alone.values()} - {r.row for r in runs}
     if missing:
-        yield f"there is no run of {' and '.join(sorted(missing))}"
+        yield f"missing run of {' and '.join(sorted(missing))}"
         return
 
     def mean(row: str, dim: int | None = None) -> float:
-        runs = [record for record in known if record.row == row]
-        return 100 * fmean(record.metrics(dim=dim)["recall@1"] for record in runs)
+        row_runs = [record for record in runs if record.row == row]
+        return 100 * fmean(record.metrics(dim=dim)["recall@1"] for record in row_runs)
 
     best = {name: mean(f"best-{name}") for name in names}
     for name, ours in best.items():
@@ -287,10 +287,10 @@ def complaints() -> Iterator[str]:
 
 
 def main() -> int:
-    found = list(complaints())
-    for complaint in found:
+    errors = list(complaints())
+    for complaint in errors:
         print(complaint, file=sys.stderr)
-    return 1 if found else 0
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":

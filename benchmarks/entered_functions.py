@@ -27,7 +27,7 @@ PACKAGE = str(Path(proximetry.__file__).parent)
 
 
 class FirstStepError(BaseException):
-    """Raised in the place of the first step."""
+    """Raised instead of the first step."""
 
 
 def is_importing(frame: FrameType | None) -> bool:

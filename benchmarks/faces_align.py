@@ -26,7 +26,7 @@ from proximetry._util.tensors import chunks
 from proximetry.data.folders import images_below
 from proximetry.data.images import open_image
 from proximetry.faces import Detector, align_folder, find_detector
-from proximetry.faces.detector import BATCH, LARGEST, Floats
+from proximetry.faces.detector import BATCH, MAX_SIDE, Floats
 
 PREPARED = 64  # files that the bare detector runs on; their inputs are kept in memory
 
@@ -72,7 +72,7 @@ def prepare(file: Path, files: list[Path]) -> list[Floats]:
 def bare(detector: Detector, inputs: list[Floats]) -> Run:
     def run() -> None:
         with ThreadPoolExecutor(cores()) as pool:
-            list(pool.map(lambda given: detector.run(given) and None, inputs))
+            list(pool.map(lambda batch: detector.run(batch) and None, inputs))
 
     return run
 
@@ -104,13 +104,16 @@ def main() -> None:
         home = Path(place)
         files = copy_images(arguments.files, home / "in", arguments.images, arguments.side)
         ours = prepare(file, files[:PREPARED])
-        full = [np.zeros((BATCH, 3, LARGEST, LARGEST), np.float32)] * (PREPARED // BATCH)
+        full = [np.zeros((BATCH, 3, MAX_SIDE, MAX_SIDE), np.float32)] * (PREPARED // BATCH)
         images = len(files)
 
         def align() -> None:
             align_folder(home / "in", tempfile.mkdtemp(dir=home), detector=file)
 
-        published, own = f"bare detector, {LARGEST} × {LARGEST}", "bare detector, inputs of `align`"
+        published, own = (
+            f"bare detector, {MAX_SIDE} × {MAX_SIDE}",
+            "bare detector, inputs of `align`",
+        )
         runs: dict[str, Run] = {
             published: bare(detector, full),
             own: bare(detector, ours),
@@ -121,7 +124,7 @@ def main() -> None:
             {name: watched(run, busy[name]) for name, run in runs.items()}, arguments.rounds
         )
     counts = {published: PREPARED, own: PREPARED, "`align`": images}
-    shapes = sorted({given.shape[2:] for given in ours})
+    shapes = sorted({batch.shape[2:] for batch in ours})
     print(f"{images} files, {file.name}, {cores()} cores; inputs of `align`: {shapes[:4]}")
     print(f"{versions()}, onnxruntime {onnxruntime.__version__}\n")
     print("| | images/s | `align` over it | processor time per image | over that of `align` |")

@@ -20,7 +20,7 @@ from proximetry.data import open_dataset
 from proximetry.metrics import evaluate
 from proximetry.models import Embedder
 from proximetry.models.pca import moments_of_few, principal_axes, second_moments
-from proximetry.reproduce.markdown import grid
+from proximetry.reproduce.page import grid
 from proximetry.training.evaluator import encode_catalog
 
 DIM, WHITENING = 512, 0.25
@@ -34,10 +34,10 @@ def measure(embedder: Embedder, images: Path) -> list[dict[str, Any]]:
     rows = []
 
     def add(name: str, vectors: Tensor) -> None:
-        found = evaluate(vectors, parts[1].codes)
+        scores = evaluate(vectors, parts[1].codes)
         rows.append(
             {"name": name, "dim": vectors.shape[1]}
-            | {metric: found[metric] for metric in ("map@r", "recall@1")}
+            | {metric: scores[metric] for metric in ("map@r", "recall@1")}
         )
 
     def reduce(moments: Tensor, dim: int) -> Tensor:
@@ -56,12 +56,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("images", type=Path)
-    parser.add_argument("--out", type=Path, required=True, help="JSON; others in it are kept")
+    parser.add_argument("--out", type=Path, required=True, help="JSON; other entries stay")
     arguments = parser.parse_args()
     rows = measure(Embedder.load(arguments.run / "embedder"), arguments.images)
-    kept = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    kept[arguments.images.name] = rows
-    atomic_write(arguments.out, (json.dumps(kept, indent=2) + "\n").encode())
+    document = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    document[arguments.images.name] = rows
+    atomic_write(arguments.out, (json.dumps(document, indent=2) + "\n").encode())
     cells = [
         [r["name"], r["dim"], f"{100 * r['map@r']:.1f}", f"{100 * r['recall@1']:.1f}"] for r in rows
     ]

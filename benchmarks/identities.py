@@ -22,13 +22,13 @@ def main() -> None:
     parser.add_argument("--identities", type=int, default=100_000)
     parser.add_argument("--batch", type=int, default=600)
     parser.add_argument("--dim", type=int, default=512)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.manual_seed(0)
-    loss = ArcFace(given.identities, given.dim)
+    loss = ArcFace(arguments.identities, arguments.dim)
     exclusive = ExclusiveRegularizer(6.0)
     loss.proxies.project_()
-    x = torch.randn(given.batch, given.dim, requires_grad=True)
-    y = torch.randint(given.identities, (given.batch,))
+    x = torch.randn(arguments.batch, arguments.dim, requires_grad=True)
+    y = torch.randint(arguments.identities, (arguments.batch,))
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)  # with momentum: one more such array
 
     def step() -> None:
@@ -43,10 +43,10 @@ def main() -> None:
     weight = loss.proxies.weight.nbytes
     print(versions())
     print(
-        f"{given.identities} identities, {given.dim} dimensions, batch {given.batch}: "
+        f"{arguments.identities} identities, {arguments.dim} dimensions, batch {arguments.batch}: "
         f"{seconds:.1f} s per step, {memory / 2**20:.0f} MiB beyond the proxies "
         f"({weight / 2**20:.0f} MiB; their gradient is as large); the cosines of all pairs of "
-        f"proxies would be {4 * given.identities**2 / 2**30:.1f} GiB"
+        f"proxies would be {4 * arguments.identities**2 / 2**30:.1f} GiB"
     )
 
 

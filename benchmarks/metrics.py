@@ -112,7 +112,7 @@ PEERS: dict[str, tuple[str, Callable[[Tensor, Tensor], Scores], str]] = {
 
 
 def check_agreement(mine: Scores, other: Scores, name: str) -> None:
-    # Rounding may swap two neighbours that are almost equally near; more than that is an error.
+    # Rounding may swap two neighbors that are almost equally near; more than that is an error.
     for key, value in other.items():
         if abs(mine[key] - value) > 1e-4:
             raise SystemExit(f"{name} finds {key} = {value}, we find {mine[key]}")

@@ -121,7 +121,7 @@ def main() -> None:
     rows, generator = np.arange(len(pixels)), torch.Generator()
     drawn = alternate({"draw": lambda: transform.draw(pixels, rows, generator)}, 50)["draw"]
     print(f"windows drawn on the CPU in {drawn * 1e3:.3f} ms\n")
-    print("| filter | way | ms per batch | host ms | MiB at the highest | grey levels |")
+    print("| filter | way | ms per batch | host ms | MiB at the highest | gray levels |")
     print("|---|---|---|---|---|---|")
     for interpolation in MODES:
         compare(pixels, arguments.device, arguments.crop, interpolation, repeats)

@@ -87,8 +87,8 @@ class Images:
     def score(self, vectors: Tensor) -> Scores:
         """Metrics of unit vectors of the held-out classes, in percent."""
         labels = self._labels[self._rows["held_out"]]
-        found = evaluate(vectors, labels, metrics=Metrics(recall_at=(1,)), similarity="cosine")
-        return {key: round(100 * found[key], 3) for key in ("recall@1", "map@r")}
+        scores = evaluate(vectors, labels, metrics=Metrics(recall_at=(1,)), similarity="cosine")
+        return {key: round(100 * scores[key], 3) for key in ("recall@1", "map@r")}
 
 
 def averaged(runs: Sequence[Embedder]) -> Embedder:
@@ -174,21 +174,21 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.875, 1.0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--together", action="store_true", help="the average of the runs")
-    given = parser.parse_args()
-    embedders = [Embedder.load(run, device=DEVICE) for run in given.runs]
-    for run, embedder in zip(given.runs, embedders, strict=True):
+    arguments = parser.parse_args()
+    embedders = [Embedder.load(run, device=DEVICE) for run in arguments.runs]
+    for run, embedder in zip(arguments.runs, embedders, strict=True):
         if embedder.preprocessing.squash:
             parser.error(f"{run} sees whole images (model.squash), and views are parts of them")
         embedder.architecture = replace(embedder.architecture, flip_tta=False, tta_crops=())
-    names = [run.name for run in given.runs]
-    looked_at = dict(zip(names, embedders, strict=True))
-    if given.together:
-        looked_at = {" + ".join(names): averaged(embedders)}
-    images = Images(given.root, given.short_side, Recipe.load(embedders[0].recipe or {}))
+    names = [run.name for run in arguments.runs]
+    embedder_of = dict(zip(names, embedders, strict=True))
+    if arguments.together:
+        embedder_of = {" + ".join(names): averaged(embedders)}
+    images = Images(arguments.root, arguments.short_side, Recipe.load(embedders[0].recipe or {}))
     found = {}
-    for name, embedder in looked_at.items():
-        found[name] = dict(Trial(images, embedder).views(given.sizes, given.shares))
-        atomic_write(given.out, (json.dumps(found, indent=1) + "\n").encode())
+    for name, embedder in embedder_of.items():
+        found[name] = dict(Trial(images, embedder).views(arguments.sizes, arguments.shares))
+        atomic_write(arguments.out, (json.dumps(found, indent=1) + "\n").encode())
         best = sorted(found[name].items(), key=lambda one: -one[1]["map@r"])[:6]
         print(name, *(f"\n  {way}: {scores}" for way, scores in best), flush=True)
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from benchmarks.studies import HOME, read_study, studies, study_page
 from proximetry.recipe.schema import Recipe
 from proximetry.reproduce.figures import draw
-from proximetry.reproduce.markdown import grid, overview
+from proximetry.reproduce.page import grid, overview
 from proximetry.reproduce.records import Record, Results
 from proximetry.reproduce.statistics import Verdict, compare_claim
 from proximetry.reproduce.table import Table, shipped_tables
@@ -42,7 +42,7 @@ def make_page() -> str:
 
 
 def in_short(every: Iterable[Results]) -> str:
-    """How many published claims stand, table by table; and which tables were not run."""
+    """Return the verdicts on the published claims by table, and the tables that were not run."""
     absent, counts = [], []
     for results in every:
         table = results.table
@@ -81,12 +81,12 @@ def _alike(
 ) -> list[list[Record]]:
     groups: list[tuple[dict[str, Any], list[Record]]] = []
     for record in records:
-        mine = key(record)
-        found = next((group for other, group in groups if other == mine), None)
-        if found is None:
-            groups.append((mine, [record]))
+        values = key(record)
+        same = next((group for other, group in groups if other == values), None)
+        if same is None:
+            groups.append((values, [record]))
         else:
-            found.append(record)
+            same.append(record)
     return [group for _, group in groups]
 
 
@@ -120,7 +120,7 @@ def spread(group: Sequence[Record]) -> tuple[float, float, float]:
         for record in group
     ]
     apart = [max(recalls_at) - min(recalls_at) for recalls_at in zip(*recalls, strict=True)]
-    return max(max(some) / min(some) - 1 for some in losses), max(apart), apart[-1]
+    return max(max(values) / min(values) - 1 for values in losses), max(apart), apart[-1]
 
 
 def _about_repeats(group: Sequence[Record]) -> str:

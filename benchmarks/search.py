@@ -94,8 +94,8 @@ def set_depth(index: Any) -> Any:
     return index
 
 
-def recall(found: npt.NDArray[Any], truth: npt.NDArray[Any]) -> float:
-    hits = [np.isin(a, b).mean() for a, b in zip(found, truth, strict=True)]
+def recall(ids: npt.NDArray[Any], truth: npt.NDArray[Any]) -> float:
+    hits = [np.isin(a, b).mean() for a, b in zip(ids, truth, strict=True)]
     return float(np.mean(hits))
 
 

@@ -1,4 +1,4 @@
-"""How good the epoch is that held-out classes select, on classes never seen.
+"""Evaluate the epoch that held-out classes select on unseen classes.
 
     for seed in 0 1 2; do proximetry train IMAGES runs/cub-$seed --training.seed $seed \
         --evaluation.watch-test; done
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from proximetry._util.files import atomic_write
-from proximetry.reproduce.markdown import grid
+from proximetry.reproduce.page import grid
 from proximetry.training.run_folder import RunFolder
 
 METRIC = "map@r"
@@ -70,8 +70,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if options.runs:
-        found = [summarize(RunFolder(path)) for path in options.runs]
-        atomic_write(options.out, (json.dumps(found, indent=1) + "\n").encode())
+        summaries = [summarize(RunFolder(path)) for path in options.runs]
+        atomic_write(options.out, (json.dumps(summaries, indent=1) + "\n").encode())
     print(table(json.loads(options.out.read_text(encoding="utf-8"))))
 
 

@@ -177,9 +177,9 @@ def main() -> None:
         )
         try:
             assert process.stdout is not None
-            while (found := re.search(r":(\d+)/", process.stdout.readline())) is None:
+            while (match := re.search(r":(\d+)/", process.stdout.readline())) is None:
                 assert process.poll() is None
-            port = int(found[1])
+            port = int(match[1])
             for kind in ("images", "ids"):
                 requests = queries(kind, len(gallery))
                 for clients, pause in ((1, 0), (options.clients, 1), (options.clients, 0)):

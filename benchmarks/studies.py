@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from proximetry.reproduce import ReproduceOptions, Table, reproduce
-from proximetry.reproduce.markdown import page
+from proximetry.reproduce.page import page
 from proximetry.reproduce.records import RUNS, Results, read_runs
 
 HOME = Path(__file__).parent

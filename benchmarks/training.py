@@ -4,7 +4,7 @@ python -m benchmarks.training [--backbone tf_efficientnet_lite0] [--batch 32] [-
 python -m benchmarks.training --backbone tf_efficientnet_lite2 --batch 180 --images 5864 \
     --crop 224 --cache gpu --precision bfloat16 --cuda-graph --evaluate 5924   (on a GPU)
 
-The bare network runs forward, backward and the optimiser's step on pixels that are already there;
+The bare network runs forward, backward and the optimizer's step on pixels that are already there;
 the trainer does all its work: cropping from a warm cache, loss, clipping, book-keeping. With
 --evaluate n test images are embedded and evaluated with every metric there is.
 """

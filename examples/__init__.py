@@ -1,1 +1,1 @@
-"""Things to try."""
+"""Runnable examples."""

@@ -2,7 +2,7 @@
 
     python -m examples.lightning_example
 
-Needs lightning (pip install lightning); trains a linear embedder on points around class centres.
+Needs lightning (pip install lightning); trains a linear embedder on points around class centers.
 """
 
 import lightning
@@ -28,7 +28,7 @@ class MetricLearner(lightning.LightningModule):
         return value
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Give the proxies their own learning rate; forgetting them is the classic mistake."""
+        """Give the proxies their own learning rate; without it they hardly learn."""
         return torch.optim.AdamW(
             parameter_groups(self.network, self.loss, lr=1e-2, proxy_lr_multiplier=10)
         )
@@ -37,9 +37,9 @@ class MetricLearner(lightning.LightningModule):
 def main(epochs: int = 5) -> float:
     """Train, and return recall@1 on classes that were not trained on."""
     torch.manual_seed(0)
-    centres = 2 * torch.randn(40, 32)
+    centers = 2 * torch.randn(40, 32)
     labels = torch.arange(1280) % 20
-    data = TensorDataset(centres[labels] + torch.randn(1280, 32), labels)
+    data = TensorDataset(centers[labels] + torch.randn(1280, 32), labels)
     learner = MetricLearner(nn.Linear(32, 16), ProxyAnchor(20, 16))
     trainer = lightning.Trainer(
         max_epochs=epochs,
@@ -52,7 +52,7 @@ def main(epochs: int = 5) -> float:
     trainer.fit(learner, DataLoader(data, batch_size=128, shuffle=True))
     unseen = torch.arange(400) % 20 + 20
     with torch.no_grad():
-        vectors = learner.network(centres[unseen] + torch.randn(400, 32))
+        vectors = learner.network(centers[unseen] + torch.randn(400, 32))
     return evaluate(vectors, unseen)["recall@1"]
 
 

@@ -51,7 +51,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def losses() -> dict[str, tuple[ProxyLoss, float, float]]:
-    """Each loss with the weights of the centre loss and of the exclusive term."""
+    """Each loss with the weights of the center loss and of the exclusive term."""
     return {
         "softmax": (NormSoftmax(3, 2, scale=15.0), 0.0, 6.0),
         "center loss": (NormSoftmax(3, 2, scale=10.0), 5.0, 15.0),
@@ -69,14 +69,14 @@ def train(name: str, *, exclusive: bool) -> Panel:
     network.append(nn.Linear(64, 2))
     loss, center, weight = losses()[name]
     loss.proxies.project_()
-    to_center, apart = AngularCenterLoss(center), ExclusiveRegularizer(weight)
+    center_loss, exclusive_term = AngularCenterLoss(center), ExclusiveRegularizer(weight)
     optimizer = torch.optim.Adam(parameter_groups(network, loss, lr=0.01, proxy_lr_multiplier=1))
     for _ in range(STEPS):
         optimizer.zero_grad()
         embeddings, ramp = network(images), loss.ramp()
-        total = loss(embeddings, labels) + to_center(embeddings, labels, loss.proxies)
+        total = loss(embeddings, labels) + center_loss(embeddings, labels, loss.proxies)
         if exclusive:
-            total = total + ramp * apart(loss.proxies)
+            total = total + ramp * exclusive_term(loss.proxies)
         total.backward()
         optimizer.step()
         loss.proxies.project_()

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -41,11 +43,8 @@ def run_python(code, *words):
     )
 
 
-def test_process_prints_its_version_and_an_error_in_one_line():
-    command = [sys.executable, "-m", "proximetry"]
-    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("proximetry 0.")
-    words = [*command, "train", "nonsense", "out"]
+def test_process_prints_an_error_in_one_line():
+    words = [sys.executable, "-m", "proximetry", "train", "nonsense", "out"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "'nonsense'" in done.stderr
@@ -96,8 +95,6 @@ def config(call, *words):
     ("words", "changes"),
     [
         (["--data.batch_size", "8"], {"data.batch_size": 8}),
-        (["--data.batch-size=8"], {"data.batch_size": 8}),
-        (["--model.flip-tta"], {"model.flip_tta": True}),
         (["--model.tta-crops", "0.9", "0.8"], {"model.tta_crops": [0.9, 0.8]}),
         (["--model.tta-crops", "[]", "--evaluation.eval-dims", "null"], {"model.tta_crops": []}),
         (["--data.no-flip"], {"data.flip": False}),
@@ -138,38 +135,56 @@ def test_list_option_never_takes_a_path(call, words, message):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "texts"),
     [
-        (["trian"], "train"),
-        (["train"], "IMAGES is missing"),
-        (["train", "glyphs", "out", "--optimizer.lrr", "3"], "--optimizer.lr"),
-        (["train", "glyphs", "out", "--training.epochs", "many"], "'many'"),
-        (["train", "glyphs", "out", "--optimizer.lr", "-1"], "greater than 0"),
-        (["train", "glyphs", "out", "--lr", "1"], "Did you mean --optimizer.lr?"),
-        (["train", "glyphs", "out", "--batch_size", "8"], "--data.batch-size or --evaluation"),
-        (["train", "glyphs", "out", "more"], "more; see: proximetry train --help"),
-        (["train", "glyphs", "out", "--loss.settings", "alpha=3"], "--loss.settings.KEY VALUE"),
-        (["train", "glyphs", ""], "is empty"),
-        (["train", "cub-proxy-anchor", "OUT", "--model.weights", "none"], "data.root is missing"),
-        (["train", "glyphs", "OUT", "--device", "gpu"], "no device 'gpu'"),
-        (["train", "glyphs", "--out", "OUT"], "OUT is given without an option"),
-        (["train", "glyphs", "OUT", "--schedule.at"], "--schedule.at"),
-        (["train", "glyphs", "OUT", "--config", "missing.yaml"], "missing.yaml"),
-        (["export", "EMBEDDER"], "OUT is missing"),
-        (["evaluate", "nowhere", "glyphs"], "nowhere"),
-        (["evaluate", "EMBEDDER", "IMAGES", "--out", "x.csv"], "x.csv"),
-        (["evaluate", "EMBEDDER", "cubs"], "'cub'"),
-        (["evaluate", "EMBEDDER", "folder"], "needs its folder"),
-        (["embed", "EMBEDDER", "missing.jpg"], "missing.jpg"),
-        (["embed", "nowhere", "nothing.png", "--out", "v.zip"], "must end in .npz or .npy or"),
+        ("trian", ["train"]),
+        ("train", ["IMAGES is missing", "train --help"]),
+        ("train missing", ["'missing'", "`proximetry datasets`"]),
+        ("train FULL", ["full", "<class>/<image>.jpg"]),
+        ("train IMAGES FULL", ["full", "Choose another folder"]),
+        ("train IMAGES --recipe nonsense", ["'nonsense'", "`proximetry recipes`"]),
+        ("train IMAGES --loss nonsense", ["'nonsense'", "proxy_anchor"]),
+        ("train IMAGES --lr 1", ["--lr", "Did you mean --optimizer.lr?"]),
+        ("train glyphs out --batch_size 8", ["--data.batch-size or --evaluation"]),
+        ("train glyphs out more", ["more. See proximetry train --help"]),
+        ("train glyphs out --loss.settings alpha=3", ["--loss.settings.KEY VALUE"]),
+        ("train glyphs ''", ["is empty"]),
+        ("train cub-proxy-anchor out --model.weights none", ["data.root is missing"]),
+        ("train glyphs --out out", ["OUT is a positional argument"]),
+        ("train glyphs out --config missing.yaml", ["missing.yaml"]),
+        ("export EMBEDDER", ["OUT is missing"]),
+        ("export EMBEDDER FULL", ["full", ".onnx"]),
+        ("evaluate EMBEDDER", ["embedder", "proximetry evaluate EMBEDDER IMAGES"]),
+        ("evaluate EMBEDDER missing", ["'missing'", "`proximetry datasets`"]),
+        ("evaluate EMBEDDER folder", ["needs its folder"]),
+        ("evaluate EMBEDDER FULL", ["full", "<class>/<image>.jpg"]),
+        ("evaluate EMBEDDER IMAGES --out x.csv", ["x.csv", ".json"]),
+        ("evaluate EMBEDDER IMAGES --split nonsense", ["nonsense", '"train"']),
+        ("evaluate EMBEDDER IMAGES --similarity cosine", ["embedder", "Omit"]),
+        ("evaluate nowhere glyphs", ["nowhere"]),
+        ("embed EMBEDDER missing.jpg", ["missing.jpg", "Check the path"]),
+        ("embed EMBEDDER TABLE --out TABLE", ["t.parquet", "Choose another file"]),
+        ("embed nowhere nothing.png --out v.zip", ["must end in .npz or .npy or", "v.zip"]),
+        ("index missing --model EMBEDDER", ["missing", "Check the path"]),
+        ("report missing", ["missing", "Pass the folder of a run"]),
+        ("backbones nonsense", ["'nonsense'", "Try a shorter part"]),
+        ("cache clean --keep lots", ["'lots'", "--keep 20GB"]),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_usage_errors_are_one_line(call, run, tmp_path, words, message):
-    paths = {"EMBEDDER": run / "out" / "embedder", "OUT": tmp_path / "out"}
-    err = call(*[paths.get(word, word) for word in words], code=2)
-    assert message in err
-    assert not (tmp_path / "out").exists()
+def test_errors_name_the_value_and_the_remedy(
+    run, images, tmp_path, monkeypatch, capsys, words, texts
+):
+    """They are one line and write nothing."""
+    monkeypatch.chdir(tmp_path)
+    Catalog.from_folder(images).to_parquet(tmp_path / "t.parquet")
+    shutil.copytree(images / "class00", tmp_path / "full")
+    before = sorted(tmp_path.rglob("*"))
+    paths = {"EMBEDDER": run / "out" / "embedder", "IMAGES": images}
+    paths |= {"FULL": tmp_path / "full", "TABLE": tmp_path / "t.parquet"}
+    assert cli.main([str(paths.get(word, word)) for word in shlex.split(words)]) in (1, 2)
+    (message,) = capsys.readouterr().err.splitlines()
+    assert [text for text in texts if text not in message] == []
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_no_arguments_prints_help(capsys):
@@ -177,16 +192,11 @@ def test_no_arguments_prints_help(capsys):
     assert "Usage: proximetry" in capsys.readouterr().out
 
 
-def test_evaluate_prints_and_writes_metrics(call, run, images):
+def test_evaluate_options_choose_the_metrics(call, run, images):
     words = ["evaluate", "--recall-at", "1,5", run / "out", "folder", "--root", images]
-    words += ["--split", "all", "--precision-at", "3", "--map-at", "3", "--clustering"]
-    out = call(*words, "--out", run / "scores.json", "--eval-dims", "2")
+    out = call(*words, "--precision-at", "3", "--map-at", "3", "--clustering", "--eval-dims", "2")
     for name in ("recall@5", "precision@3", "map@3", "first 2 dimensions", "nmi_geometric"):
         assert name in out
-    scores = json.loads((run / "scores.json").read_text())["metrics"]
-    assert scores["queries"] == 48
-    assert 0 < scores["nmi"] <= 1
-    assert 0 < scores["dims"]["2"]["recall@1"] <= 1
 
 
 def test_only_the_first_of_several_processes_prints(call, run, monkeypatch):
@@ -197,7 +207,7 @@ def test_only_the_first_of_several_processes_prints(call, run, monkeypatch):
 
 def test_export_writes_onnx(call, run):
     out = call("export", run / "out" / "embedder", run / "m.onnx")
-    assert "checked" in out
+    assert "verified" in out
     assert (run / "m.onnx").stat().st_size > 1000
 
 
@@ -287,15 +297,6 @@ def test_unwritable_output_is_rejected_before_the_work(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_output_must_not_be_the_input(call, run, images, tmp_path):
-    table = tmp_path / "t.parquet"
-    Catalog.from_folder(images).to_parquet(table)
-    before = table.read_bytes()
-    err = call("embed", run / "out", table, "--out", table, code=2)
-    assert str(table) in err
-    assert table.read_bytes() == before
-
-
 class FullDisk(StringIO):
     def write(self, text):
         raise OSError(28, "No space left on device", "standard output")
@@ -371,12 +372,6 @@ def test_training_continues_after_a_broken_pipe(run, tmp_path):
     assert Embedder.load(tmp_path / "r").dim == 8
 
 
-def test_error_messages_are_bounded_and_wrapped(capsys, monkeypatch):
+def test_error_messages_are_bounded(capsys):
     assert cli.main(["train", "x" * 100_000]) == 2
     assert len(capsys.readouterr().err) < 3000
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "60")
-    assert cli.main(["losses", "nonsense"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) > 3
-    assert max(map(len, lines)) <= 60

@@ -184,7 +184,7 @@ def test_recipe_by_name_or_file(call, home):
         (["glyps"], "'glyphs'"),
         (["nowhere/t.csv"], "'nowhere/t.csv'"),
         (["./mime.yaml"], "'mine.yaml'"),
-        (["glyphs"], "write ./glyphs"),
+        (["glyphs"], "Pass ./glyphs"),
         (["mine.yaml", "--recipe", "default"], "two recipes"),
         (["IMAGES", "--data.root", "elsewhere"], "elsewhere"),
         (["cub", "--data.dataset", "cars", "--data.root", "IMAGES"], "--data.dataset cars"),

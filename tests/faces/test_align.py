@@ -220,8 +220,8 @@ def test_aligned_folder_is_rejected(tmp_path, detector):
     [
         ("", {"folder": "nowhere"}, "nowhere"),
         ("", {"folder": "empty"}, "no images"),
-        ("", {"out": "images/person0/out"}, "lies in images"),
-        ("", {"out": "link/new"}, "lies in images"),
+        ("", {"out": "images/person0/out"}, "Choose a folder outside"),
+        ("", {"out": "link/new"}, "Choose a folder outside"),
         ("file", {"out": "out/deeper"}, "is a file"),
         ("foreign", {}, r"mine\.txt"),
         ("done", {"size": "112x96"}, "size was 112x112, now 112x96"),
@@ -292,7 +292,7 @@ def test_align_command(capsys, images, tmp_path, detector):
     assert code == 0, err
     assert "detector: scrfd.onnx" in printed
     assert f"aligned 10 faces of 13 images to {out} (112x112)" in printed
-    assert "1 images show several faces, of which the one nearest to the center" in printed
+    assert "1 images show several faces (--keep center)" in printed
     assert "1 images show no face" in printed
     assert "2 images cannot be read" in printed
     assert str(out / "faces.csv") in printed

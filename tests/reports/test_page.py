@@ -14,8 +14,8 @@ from proximetry import cli
 from proximetry.cli.demo import make_gallery
 from proximetry.data import open_dataset
 from proximetry.reports import RunRecord, evaluate_run, report, report_page, write_report
-from proximetry.reports.html import ReportSection
-from proximetry.reports.html import page as make_page
+from proximetry.reports.page import ReportSection
+from proximetry.reports.page import page as make_page
 from proximetry.search import Gallery
 from proximetry.training import Recipe, RunFolder, train
 from tests.reports.conftest import FILE, HOSTILE, Page, make_recipe, make_table
@@ -253,7 +253,7 @@ def test_moved_images_are_listed_as_missing(moved, tmp_path, call):
     assert "/gone/images.csv" in out
     page = Page((moved / "report.html").read_bytes())
     assert_alone(page)
-    assert "What is missing here" in page.text
+    assert "Missing from this report" in page.text
     assert page.table("Metrics of the test set")
     assert "Distinct are proxies" in page.text
     assert "missing: Proxies in use: no training images" in out
@@ -301,7 +301,7 @@ def test_run_without_held_out_or_test_images(home, table, tmp_path, call):
     train(recipe, tmp_path / "all")
     out = call(tmp_path / "all")
     assert "nothing to evaluate" in out
-    assert "There are no figures" in Page((tmp_path / "all" / "report.html").read_bytes()).text
+    assert "No metrics were computed" in Page((tmp_path / "all" / "report.html").read_bytes()).text
     call(tmp_path / "all", "--data", table)
     text = Page((tmp_path / "all" / "report.html").read_bytes()).text
     assert "Metrics of the images of this report" in text
@@ -345,29 +345,26 @@ def test_interrupted_run(home, table, tmp_path, call):
     (tmp_path / "interrupted" / "metrics.jsonl").unlink()
     call(tmp_path / "interrupted")
     page = Page((tmp_path / "interrupted" / "report.html").read_bytes())
-    assert "There are no figures" in page.text
-    assert "No epoch is logged yet" in page.text
+    assert "No metrics were computed" in page.text
+    assert "No epoch has been logged" in page.text
 
 
 @pytest.mark.parametrize("name", ["results.json", "environment.json", "metrics.jsonl"])
-def test_damaged_files_are_listed_as_missing(run, call, name):
+def test_damaged_files_are_rejected(run, call, name):
     content = (run / name).read_bytes()
     (run / name).write_bytes(content[: len(content) // 2] + b"\n")
-    out = call(run)
-    assert "missing: " in out
-    assert name in out
-    assert Page((run / "report.html").read_bytes()).table("Every class")
+    assert str(run / name) in call(run, code=1)
+    assert not (run / "report.html").exists()
 
 
 def test_usage_errors(run, tmp_path, call):
     for words, message in (
-        ([], "no run given"),
-        ([tmp_path / "none"], f"no such folder: {tmp_path / 'none'}"),
-        ([tmp_path], "has no recipe.yaml"),
-        ([run, run], "duplicate run"),
+        ([], "RUNS is missing"),
+        ([tmp_path / "none"], f"no such folder: {tmp_path / 'none'}. Pass the folder of a run."),
+        ([tmp_path], "has no recipe.yaml. Pass the folder of a run."),
         ([run, "--out", tmp_path / "x.txt"], "must end in .html"),
         ([run, "--out", tmp_path / "no/x.html"], "there is no folder"),
-        ([run, "--columns", "path=file"], "--columns needs a table"),
+        ([run, "--columns", "path=file"], "Pass the table as --data"),
         ([run, "--data", tmp_path / "nowhere"], "nowhere"),
     ):
         assert message in call(*words, code=2)

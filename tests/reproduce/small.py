@@ -34,7 +34,7 @@ def table_values(cache, **changes):
     del base["name"]
     values = {
         "name": "small",
-        "title": "Two losses on coloured squares",
+        "title": "Two losses on colored squares",
         "source": "Nobody: Table 1.",
         "published": {"backbone": "a large network", "protocol": "not stated", "note": "A note."},
         "metrics": ["recall@1", "recall@4", "map@r"],

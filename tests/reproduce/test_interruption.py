@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from proximetry.reproduce import Interrupted, ReproduceError
+from proximetry.reproduce.records import RUNS
 from proximetry.reproduce.runner import _lock
 from proximetry.training import Callback
 from tests.interrupt import completes, kill_at
@@ -55,17 +56,24 @@ class Signal(Callback):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_saves_and_the_same_command_resumes(table, data, tmp_path, uninterrupted, number):
-    home = tmp_path / "small"
+def test_resumed_command_keeps_completed_runs(table, data, tmp_path, uninterrupted, number):
+    """The second of two runs is interrupted in its last epoch; only this one is resumed."""
+    home, started, resumed = tmp_path / "small", [], []
 
     def start(job):
-        return train_here(job, Signal(number, 3 * STEPS + 2))
+        started.append(job.run.id)
+        callbacks = [Signal(number, 3 * STEPS + 2)] if len(started) == 2 else []
+        resumed.append((job.folder.path / "checkpoints" / "last.safetensors").exists())
+        return train_here(job, *callbacks)
 
-    with pytest.raises(Interrupted, match=r"0 runs are done in .* to resume"):
+    with pytest.raises(Interrupted, match=r"1 runs are done in .* to resume"):
         run_table(table, data, tmp_path, start=start)
-    assert list(home.glob("work/*/checkpoints/last.safetensors"))
-    assert "No run of this table is done yet" in (home / "README.md").read_text()
-    check_same_results(run_table(table, data, tmp_path), uninterrupted)
+    completed = (home / RUNS).read_text()
+    run_table(table, data, tmp_path, start=start)
+    assert started == ["proxy-anchor-seed0", "mpa-k-2-seed0", "mpa-k-2-seed0"]
+    assert resumed == [False, False, True]
+    assert completed in (home / RUNS).read_text()
+    check_same_results(home, uninterrupted)
 
 
 def test_interrupted_command_terminates_its_processes(table, data, tmp_path):

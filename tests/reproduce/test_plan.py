@@ -33,7 +33,7 @@ def test_rows_by_name(tmp_path):
     runs = plan(table, ReproduceOptions(rows=("MPA, K = 2",), selection=False))
     assert [run.id for run in runs] == ["mpa-k-2-seed0"]
     assert len(plan(table, ReproduceOptions(rows=("Proxy-Anchor",) * 2, selection=False))) == 1
-    with pytest.raises(ReproduceError, match=r"no row 'MPA, K = 3'\. Valid names: Proxy-A"):
+    with pytest.raises(ReproduceError, match=r"unknown row 'MPA, K = 3'\. Valid names: Proxy-A"):
         plan(table, ReproduceOptions(rows=("MPA, K = 3",)))
 
 
@@ -57,13 +57,13 @@ def test_selection_of_some_rows(tmp_path):
     others = plan(table, ReproduceOptions(rows=("Proxy-Anchor",)))
     assert [run.id for run in others] == ["proxy-anchor-seed0"]
     assert len(plan(table, ReproduceOptions(selection=False))) == 2
-    with pytest.raises(ReproduceError, match="no row 'MPA, K = 3'"):
+    with pytest.raises(ReproduceError, match="unknown row 'MPA, K = 3'"):
         make_table(tmp_path, selection=["MPA, K = 3"])
 
 
 @pytest.mark.parametrize("seeds", [(), (1, 1), (-1,)])
 def test_invalid_seeds(tmp_path, seeds):
-    with pytest.raises(ReproduceError, match="seeds must be different"):
+    with pytest.raises(ReproduceError, match="seeds must be distinct"):
         plan(make_table(tmp_path), ReproduceOptions(seeds=seeds))
 
 
@@ -173,7 +173,7 @@ def test_search_holds_out_classes_and_skips_the_test_set(tmp_path):
         assert (evaluation.protocol, evaluation.watch_test) == ("held_out", False)
         assert evaluation.every == run.recipe.training.epochs == 6  # no epoch can be selected
         assert evaluation.eval_dims == (4, 2)
-    with pytest.raises(ReproduceError, match="evaluated on held-out classes as it is"):
+    with pytest.raises(ReproduceError, match="evaluated on held-out classes already"):
         plan(table, ReproduceOptions(selection=True))
 
 

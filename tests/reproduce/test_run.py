@@ -16,7 +16,7 @@ from proximetry.reproduce import (
     reproduce,
     runner,
 )
-from proximetry.reproduce.markdown import overview, page
+from proximetry.reproduce.page import overview, page
 from proximetry.reproduce.records import RUNS, Results, read_records
 from tests.reproduce.small import (
     Ended,
@@ -163,20 +163,11 @@ def test_render_needs_neither_data_nor_the_same_recipe(call, whole, tmp_path):
         reproduce(path, out=tmp_path / "nowhere", options=ReproduceOptions(render=True))
 
 
-@pytest.mark.parametrize(
-    ("section", "keys", "message"),
-    [
-        ("optimizer", {"lr": 0.5}, "optimizer.lr 0.001 → 0.5"),
-        ("model", {"dim": 4}, "model.dim 8 → 4"),
-    ],
-)
-def test_other_recipe_is_rejected(whole, data, cache, tmp_path, section, keys, message):
+def test_other_recipe_is_rejected(whole, data, cache, tmp_path):
     out = copy_of(whole, tmp_path)
-    table = Table.load(with_base(table_values(cache), section, **keys))
-    with pytest.raises(ReproduceError) as error:
+    table = Table.load(with_base(table_values(cache), "optimizer", lr=0.5))
+    with pytest.raises(ReproduceError, match=r"optimizer\.lr 0\.001 → 0\.5.*--out"):
         run_table(table, data, out, seeds=(0, 1), start=no_training)
-    assert message in str(error.value)
-    assert "--out" in str(error.value)
     with pytest.raises(ReproduceError, match=r"training\.epochs 2 → 3"):
         run_table(make_table(cache), data, out, seeds=(2,), epochs=3, start=no_training)
 
@@ -241,7 +232,7 @@ def test_failing_runs_are_reported_and_do_not_stop_the_others(data, cache, tmp_p
         run_table(table, data, tmp_path, lines.append, seeds=(0, 1), start=failing)
     message = str(error.value)
     assert "2 of 4 runs failed" in message
-    assert "MPA, K = 2, seed 0: too little memory on cpu" in message
+    assert "MPA, K = 2, seed 0: not enough memory on cpu" in message
     home = tmp_path / "small"
     log = home / "work" / "proxy-anchor-seed1.log"
     assert f"seed 1: RuntimeError: a mistake (log: {log})" in message
@@ -265,7 +256,7 @@ def test_failing_runs_are_reported_and_do_not_stop_the_others(data, cache, tmp_p
         (130, "stopped after step 3", "^stopped after step 3$"),
         (1, "one\nno such folder\n\n", "^no such folder$"),
         (1, "", "code 1"),
-        (1, "RuntimeError: CUDA error: out of memory", "memory on cpu; use a smaller --parallel"),
+        (1, "RuntimeError: CUDA error: out of memory", "memory on cpu. Use a smaller --parallel"),
     ],
 )
 def test_reason_of_a_failed_process(cache, tmp_path, code, log, message):
@@ -297,7 +288,7 @@ def test_omp_wait_policy_of_concurrent_runs(
 
 
 def test_page_shows_notes_of_the_runs(whole, tmp_path):
-    assert "No run of this table is done yet." in page(Results(make_table(tmp_path), []))
+    assert "No run of this table is complete." in page(Results(make_table(tmp_path), []))
     out = copy_of(whole, tmp_path)
     note = "Cars196: 16170 of 16185 images, 15 missing: numbers 1, 2"
     edit_run(out / "small", "mpa-k-2-seed0", notes=[note])
@@ -346,9 +337,7 @@ def test_remains_of_a_removed_run_folder_are_ignored(whole, data, cache, tmp_pat
 
 def test_seconds_of_concurrent_runs_are_not_compared(cache, data, tmp_path):
     table = make_table(cache, figure={"kind": "curves"}, selection=False)
-    lines = []
-    home = run_table(table, data, tmp_path, lines.append, parallel=9)
-    assert "neither drawn" in lines[1]
+    home = run_table(table, data, tmp_path, parallel=9)
     assert [r.parallel for r in read_records(home).values()] == [2, 2]
     text = (home / "README.md").read_text()
     assert "| concurrent runs | 2 |" in text
@@ -384,7 +373,6 @@ def call(call):
         (["mpa-table4", "--data", "NUMBERED"], "is not CUB-200-2011"),
         (["TABLE", "--data", "DATA", "--parallel", "0"], "at least 1"),
         (["TABLE", "--data", "DATA", "--epochs", "0"], "at least 1"),
-        (["TABLE", "--data", "DATA", "--seeds", "1", "1"], "different"),
         (["TABLE", "--data", "DATA/train"], "has no images of split"),
         (["TABLE", "--data", "DATA", "--device", "cuda:99"], "there is no device 'cuda:99'"),
         (["TABLE", "--data", "DATA", "--backbone", "resnet5O"], "unknown backbone 'resnet5O'"),

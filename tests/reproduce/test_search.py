@@ -41,7 +41,7 @@ def home(table, data, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "evaluate_embedder", no_memory)
-        with pytest.raises(RunsFailedError, match=r"narrow, seed 0: .* views were not evaluated"):
+        with pytest.raises(RunsFailedError, match=r"narrow, seed 0: .*out of memory"):
             run_table(table, data, out, rows=("narrow",))
     run_table(table, data, out, rows=("narrow",), start=finished)  # nothing is trained again
     text = (out / "search" / "README.md").read_text()

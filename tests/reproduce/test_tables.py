@@ -100,14 +100,14 @@ HELD_OUT = {"protocol": "held_out", "selection": False, "claims": []}
     [
         ({"rowz": []}, "unknown key 'rowz', did you mean 'rows'"),
         ({"rows": []}, "rows"),
-        ({"rows": [{"name": "a", "x": 1}, {"name": "A", "x": 2}]}, "must differ in the letters"),
+        ({"rows": [{"name": "a", "x": 1}, {"name": "A", "x": 2}]}, "must differ in letters"),
         ({"rows": [{"name": "a", "publishd": {}}]}, "'rows.0.publishd', did you mean 'published'"),
         (
             {"rows": [{"name": "a", "x": 1, "published": {"recal@1": 69.2}}], "claims": []},
             "row 'a': 'recal@1' is not in metrics, did you mean 'recall@1'",
         ),
         ({"rows": [{"name": "a"}], "claims": []}, "a sweep needs x"),
-        ({"claims": [{"better": "MPA", "worse": "Proxy-Anchor"}]}, "no row 'MPA'"),
+        ({"claims": [{"better": "MPA", "worse": "Proxy-Anchor"}]}, "unknown row 'MPA'"),
         (
             {"claims": [{"better": "MPA, K = 2", "worse": "Proxy-Anchor", "metric": "nmi"}]},
             "not in metrics",

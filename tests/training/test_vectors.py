@@ -11,7 +11,7 @@ from proximetry.data import Catalog, VectorCatalog, resolve_source
 from proximetry.metrics import evaluate as evaluate_metrics
 from proximetry.metrics import verify_classes
 from proximetry.models import Embedder
-from proximetry.reports import sections
+from proximetry.reports import run_sections
 from proximetry.training import Recipe, RecipeError, RunFolder, evaluate_embedder, train
 from proximetry.training.dry_run import dry_run
 from tests.training.runs import Messages, OnStep, assert_same_run, fail
@@ -136,7 +136,7 @@ def test_train_command_uses_the_vectors_recipe(files, tmp_path, capsys, monkeypa
     assert "recipe vectors" in output
     assert "vectors from memory" in output
     assert RunFolder(tmp_path / "run").read_recipe().model.backbone == "vectors"
-    monkeypatch.setattr(sections, "map_embeddings", lambda x, similarity: x.numpy()[:, :2])
+    monkeypatch.setattr(run_sections, "map_embeddings", lambda x, similarity: x.numpy()[:, :2])
     assert main(["report", str(tmp_path / "run")]) == 0
     assert "missing" not in capsys.readouterr().out
     page = (tmp_path / "run" / "report.html").read_text()

@@ -11,8 +11,6 @@ EmbedderSimilarity = Literal["cosine", "euclidean"]
 
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
-Steps = Callable[[str, int, int], None]
-"""Called with (task, done, total)."""
 
 if TYPE_CHECKING:
     import numpy as np

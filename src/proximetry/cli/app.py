@@ -6,7 +6,8 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO, get_origin
 
 from proximetry import __version__
@@ -18,8 +19,13 @@ if TYPE_CHECKING:
     from cyclopts import App, CycloptsError
 
 MAX_MESSAGE = 2000  # characters: a message may quote a long value
+# Each is a module with a function of the same name.
+_COMMANDS = (
+    *("demo", "duplicates", "embed", "evaluate", "export", "index", "push", "report"),
+    *("reproduce", "search", "serve", "train"),
+)
 _LIST = re.compile(r"[\d.e+-]+(,[\d.e+-]+)+", re.IGNORECASE)
-# The key that a section of the recipe as an option stands for: --loss arcface.
+# The key that a section stands for as an option: --loss arcface.
 _SECTIONS = {
     "--data": "--data.dataset",
     "--model": "--model.backbone",
@@ -31,27 +37,11 @@ def make_app() -> "App":
     """Return the application with all its commands."""
     from cyclopts import App, Parameter
 
-    from proximetry.cli import (
-        cache,
-        demo,
-        duplicates,
-        embed,
-        evaluate,
-        export,
-        faces,
-        index,
-        lists,
-        push,
-        report,
-        reproduce,
-        search,
-        serve,
-        train,
-    )
+    from proximetry.cli import cache, faces, list_commands
 
     app = App(
         name="proximetry",
-        help="Train embeddings with proxy-based losses, evaluate them, put them to use.",
+        help="Train, evaluate and use embeddings, with proxy-based losses.",
         version=f"proximetry {__version__}",
         version_flags=["--version", "-V"],
         help_format="plaintext",
@@ -63,20 +53,15 @@ def make_app() -> "App":
         print_error=False,
         suppress_keyboard_interrupt=False,
     )
-    commands: list[Callable[..., None]] = [
-        *(demo.demo, train.train, evaluate.evaluate, report.report, embed.embed, export.export),
-        *(push.push, index.index, search.search, duplicates.duplicates, serve.serve),
-        *(reproduce.reproduce, lists.recipes, lists.losses, lists.backbones, lists.datasets),
-        lists.metrics,
-    ]
-    groups = [(app, {command.__name__: command for command in commands})]
+    commands = {name: getattr(import_module(f"proximetry.cli.{name}"), name) for name in _COMMANDS}
+    groups = [(app, commands | list_commands.COMMANDS)]
     for module, name in ((faces, "faces"), (cache, "cache")):
         group = App(name=name, help=module.ABOUT)
         app.command(group)
         groups.append((group, module.COMMANDS))
     for group, functions in groups:
         for name, function in functions.items():
-            # Join the lines of each paragraph: help has lines of another length.
+            # Join the lines of each paragraph, since help is wrapped to another width.
             text = inspect.cleandoc(function.__doc__ or "")
             function.__doc__ = re.sub(r"(?<=\S)\n(?=\S| {8})\s*", " ", text)
             group.command(function, name=name)
@@ -85,7 +70,7 @@ def make_app() -> "App":
 
 
 def _show_default(value: Any) -> str | None:
-    """Return a default as one would type it; nothing if an option is off by default."""
+    """Return a default as it is typed, or None for an option that is off by default."""
     if value is None or value is False or value == ():
         return None
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -108,8 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         app(_prepare(tokens))
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
+    except SystemExit as error:
+        return int(error.code or 0)
     except UsageError as error:
         return _fail(error, 2)
     except CycloptsError as error:
@@ -124,21 +109,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, Stopped):
             return _fail(error, 130)
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-            return _fail("not enough memory; a smaller batch or smaller images need less", 1)
+            return _fail("not enough memory. Use a smaller batch or smaller images.", 1)
         raise  # a bug: with its traceback
     return 0
 
 
 def _prepare(tokens: list[str]) -> list[str]:
-    """Rewrite words as cyclopts reads them.
+    """Rewrite a command line for cyclopts.
 
-    ``help train`` as ``train --help``, ``--loss arcface`` as ``--loss.name arcface``,
-    ``--flip true`` as ``--flip=true`` and ``--k 1,5`` as ``--k 1 5``.
+    ``help train`` becomes ``train --help``, ``--loss arcface`` becomes ``--loss.name arcface``,
+    ``--flip true`` becomes ``--flip=true`` and ``--k 1,5`` becomes ``--k 1 5``.
     """
     if tokens[0] == "help":
         return [*tokens[1:], "--help"]
     if "" in tokens:  # as a path it would be the current folder
-        raise UsageError("an argument is empty; is a shell variable not set?")
+        raise UsageError("an argument is empty. Check the variables of your shell.")
     prepared, lists = list[str](), list[str]()
     for word in tokens:
         name, _, value = word.partition("=")
@@ -157,43 +142,39 @@ def _prepare(tokens: list[str]) -> list[str]:
 
 
 def _explain(error: "CycloptsError") -> str:
-    """Return a message for a wrong command line, ours where it helps more."""
+    """Return the message of a command-line error; cyclopts' message if there is no better one."""
     import cyclopts
 
-    see, argument = f"see: proximetry {' '.join(error.command_chain or ())} --help", error.argument
+    see, argument = f"See proximetry {' '.join(error.command_chain or ())} --help.", error.argument
     if isinstance(error, cyclopts.UnknownOptionError):
         word = error.token.keyword or error.token.value
         last = word.lstrip("-").partition("=")[0].replace("_", "-")
-        known = error.argument_collection
-        same = [name for one in known for name in one.names if name.endswith(f".{last}")]
-        if same:
-            return f"Unknown option: {word}. Did you mean {' or '.join(same)}?"
-        if any(one.index is not None and one.field_info.name == last for one in known):
-            return f"Unknown option: {word}. {last.upper()} is given without an option; {see}"
+        options = error.argument_collection
+        keys = [name for option in options for name in option.names if name.endswith(f".{last}")]
+        if keys:
+            return f"Unknown option: {word}. Did you mean {' or '.join(keys)}?"
+        if any(option.index is not None and option.field_info.name == last for option in options):
+            return f"Unknown option: {word}. {last.upper()} is a positional argument. {see}"
     if isinstance(error, cyclopts.UnusedCliTokensError):
-        return f"unexpected arguments: {join_first(error.unused_tokens or ())}; {see}"
+        return f"unexpected arguments: {join_first(error.unused_tokens or ())}. {see}"
     if isinstance(error, cyclopts.MissingArgumentError) and argument and argument.index is not None:
-        return f"{argument.field_info.name.upper()} is missing; {see}"
+        return f"{argument.field_info.name.upper()} is missing. {see}"
     if isinstance(error, cyclopts.CoercionError) and argument and get_origin(argument.hint) is dict:
-        return f"{argument.name} is given key by key, as {argument.name}.KEY VALUE"
+        return f"{argument.name} takes one key at a time. Write {argument.name}.KEY VALUE."
     return str(error)
 
 
 def _fail(error: Exception | str, code: int) -> int:
-    """Print a message in one line, or wrapped on a terminal; return the exit code."""
+    """Print a message in one line; return the exit code."""
     if isinstance(error, OSError) and error.filename is not None:
         error = f"{os.fsdecode(error.filename)}: {error.strerror}"
-    text = f"proximetry: {shorten(' '.join(str(error).split()), MAX_MESSAGE)}"
-    if sys.stderr.isatty():
-        from proximetry.cli.output import wrap
-
-        text = wrap(text)
-    print(printable(text), file=sys.stderr)
+    text = shorten(" ".join(str(error).split()), MAX_MESSAGE)
+    print(printable(f"proximetry: {text}"), file=sys.stderr)
     return code
 
 
 class _Output(io.FileIO):
-    """A standard stream that drops what is written after its reader has left."""
+    """A standard stream that discards output after its reader has closed the pipe."""
 
     def write(self, content: Any) -> int:
         try:
@@ -206,7 +187,7 @@ class _Output(io.FileIO):
 
 
 def _open_stream(stream: Any, number: int) -> TextIO:
-    """Return a stream that writes characters its encoding lacks as escapes."""
+    """Return a stream that escapes characters its encoding lacks."""
     if stream is None:  # it was closed when Python started
         return open(os.devnull, "w", encoding="utf-8")
     buffer = io.BufferedWriter(_Output(number, "w", closefd=False))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from proximetry._util.errors import UsageError
 from proximetry._util.files import cache_folder
-from proximetry._util.formatting import join_first, pluralize, readable_size
+from proximetry._util.formatting import pluralize, readable_size
 from proximetry.cli.options import AsJson, Flag
 from proximetry.cli.output import print_result
 
@@ -33,15 +33,15 @@ def list_(*, as_json: AsJson = False) -> None:
     total = _size([*caches, *leftovers])
     lines = [f"{cache_folder()}: {pluralize(len(caches), 'cache')}, {readable_size(total)} in all"]
     if caches:
-        lines += [f"{'name':30}{'size':>10}  {'last used':16}  images", *map(_line, caches)]
+        lines += [f"{'name':30}{'size':>10}  {'last used':16}  images", *map(_describe, caches)]
     if leftovers:
         size = readable_size(_size(leftovers))
         lines.append(f"{size} of interrupted caches; `proximetry cache clean` removes them")
     document = {
         "folder": str(cache_folder()),
         "bytes": total,
-        "caches": _plain(caches),
-        "leftovers": _plain(leftovers),
+        "caches": _to_json(caches),
+        "leftovers": _to_json(leftovers),
     }
     print_result(as_json, document, "\n".join(lines))
 
@@ -53,20 +53,20 @@ def clean(
     keep: str | None = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove caches, and interrupted ones in any case; they are built again when needed.
+    """Remove caches, and all interrupted ones; they are rebuilt when needed.
 
     Args:
-        names: caches as `proximetry cache list` prints them, or prefixes of their names.
-        unused_for: remove caches not used for this time: 12h, 30d, 8w.
-        keep: remove the least recently used caches until the others take at most this: 500MB, 20GB.
-        dry_run: only show what would be removed.
+        names: names that `proximetry cache list` prints, or unique prefixes of them.
+        unused_for: remove caches that were not used for this time: 12h, 30d, 8w.
+        keep: remove the least recently used caches until this size is left: 500MB, 20GB.
+        dry_run: only print what would be removed.
     """
     from proximetry.data.cache_folder import list_caches, list_leftovers, remove_cache
 
     if not names and unused_for is None and keep is None:
         raise UsageError(
-            "no caches selected. Name some of `proximetry cache list`, or use --unused-for 30d or "
-            "--keep 20GB."
+            "no caches selected. Pass names that `proximetry cache list` prints, --unused-for 30d "
+            "or --keep 20GB."
         )
     caches = list_caches()
     selected = [*list_leftovers(), *_find_caches(caches, names)]
@@ -83,22 +83,22 @@ def clean(
     document = {
         "folder": str(cache_folder()),
         "dry_run": dry_run,
-        "removed": _plain(removed),
-        "in_use": _plain(busy),
+        "removed": _to_json(removed),
+        "in_use": _to_json(busy),
         "bytes": _size(removed),
     }
     verb, would = ("would remove", "would free") if dry_run else ("removed", "freed")
-    lines = [f"{verb} {_line(entry)}" for entry in removed]
-    lines += [f"{_short(entry)} is in use and stays" for entry in busy]
+    lines = [f"{verb} {_describe(entry)}" for entry in removed]
+    lines += [f"{_short_name(entry)} is in use and was not removed" for entry in busy]
     lines.append(f"{would} {readable_size(_size(removed))}" if removed else "nothing to remove")
     print_result(as_json, document, "\n".join(lines))
 
 
 def verify(*names: str, as_json: AsJson = False) -> None:
-    """Compare pixel caches with their checksums, which reads every byte; remove damaged ones.
+    """Read pixel caches, compare them with their checksums, and remove damaged ones.
 
     Args:
-        names: caches as `proximetry cache list` prints them; all of them by default.
+        names: names that `proximetry cache list` prints, or unique prefixes; default: all.
     """
     from proximetry.data.cache_folder import list_caches, remove_cache
     from proximetry.data.pixel_cache import is_intact
@@ -108,9 +108,9 @@ def verify(*names: str, as_json: AsJson = False) -> None:
     damaged = [entry for entry in entries if not is_intact(entry.path)]
     for entry in damaged:
         remove_cache(entry.path)
-    lines = [f"removed damaged {_line(entry)}" for entry in damaged]
+    lines = [f"removed damaged {_describe(entry)}" for entry in damaged]
     lines.append(f"{pluralize(len(entries), 'cache')}, {len(damaged)} damaged")
-    document = {"verified": _plain(entries), "damaged": _plain(damaged)}
+    document = {"verified": _to_json(entries), "damaged": _to_json(damaged)}
     print_result(as_json, document, "\n".join(lines))
 
 
@@ -119,7 +119,8 @@ def _parse(text: str, units: dict[str, int], option: str, example: str) -> float
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
     if match is None or match[2] not in factors:
         raise UsageError(
-            f"{option} takes a number and one of {', '.join(units)}, as {example}; got {text!r}"
+            f"{option} must be a number with a unit ({', '.join(units)}), got {text!r}. Write "
+            f"{option} {example}."
         )
     return float(match[1]) * factors[match[2]]
 
@@ -135,12 +136,10 @@ def _find_caches(caches: Sequence["CacheEntry"], names: Sequence[str]) -> list["
             if entry.name.startswith(prefix) or entry.path.name.startswith(prefix)
         ]
         if len(matches) != 1:
-            reason = (
-                f"several caches match: {join_first(map(_short, matches))}"
-                if matches
-                else "no match"
+            raise UsageError(
+                f"{name} matches {len(matches)} caches. Pass a name that `proximetry cache list` "
+                "prints."
             )
-            raise UsageError(f"not the name of one cache: {name}, {reason}")
         selected += matches
     return list(dict.fromkeys(selected))
 
@@ -149,7 +148,7 @@ def _size(entries: Iterable["CacheEntry"]) -> int:
     return sum(entry.size for entry in entries)
 
 
-def _plain(entries: Iterable["CacheEntry"]) -> list[dict[str, Any]]:
+def _to_json(entries: Iterable["CacheEntry"]) -> list[dict[str, Any]]:
     return [
         {
             "name": entry.name,
@@ -164,17 +163,17 @@ def _plain(entries: Iterable["CacheEntry"]) -> list[dict[str, Any]]:
     ]
 
 
-def _short(entry: "CacheEntry") -> str:
+def _short_name(entry: "CacheEntry") -> str:
     kind, _, name = entry.name.rpartition("/")
     return f"{kind}/{name[:12]}"
 
 
-def _line(entry: "CacheEntry") -> str:
+def _describe(entry: "CacheEntry") -> str:
     used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
     images = "" if entry.images is None else pluralize(entry.images, "image")
     root = re.sub(rf"^{re.escape(str(Path.home()))}/", "~/", entry.root)
     about = "; ".join(filter(None, [root, images, entry.about]))
-    return f"{_short(entry):30}{readable_size(entry.size):>10}  {used}  {about}".rstrip()
+    return f"{_short_name(entry):30}{readable_size(entry.size):>10}  {used}  {about}".rstrip()
 
 
 COMMANDS: dict[str, Callable[..., None]] = {"list": list_, "clean": clean, "verify": verify}

@@ -5,11 +5,7 @@ from typing import Any
 
 from proximetry._util.formatting import format_int, pluralize
 from proximetry.cli.inputs import open_gallery
-from proximetry.cli.options import (
-    GALLERY,
-    AsJson,
-    GalleryAddress,
-)
+from proximetry.cli.options import GALLERY, AsJson, GalleryAddress
 from proximetry.cli.output import check_out, print_result, progress_bar, relative_path
 
 
@@ -24,7 +20,7 @@ def duplicates(
 
     Args:
         threshold: the smallest cosine, or the largest Euclidean distance, of a pair; by default
-            measured with altered copies of some of the images.
+            estimated from altered copies of a sample of the images.
         sheet: also write the groups as a self-contained .html page.
     """
     check_out(sheet, [".html"], option="--sheet")
@@ -32,7 +28,7 @@ def duplicates(
     with progress_bar("comparing") as progress:
         result = opened.duplicates(threshold, progress=progress)
     pairs = list(zip(result.pairs.tolist(), result.similarities.tolist(), strict=True))
-    groups = [[result.paths[int(one)] for one in group] for group in result.groups]
+    groups = [[result.paths[int(row)] for row in group] for group in result.groups]
     document: dict[str, Any] = {
         "gallery": gallery,
         "images": len(opened),
@@ -40,17 +36,15 @@ def duplicates(
         "threshold_source": result.threshold_source or "option",
         "groups": groups,
         "pairs": [
-            {"ids": pair, "paths": [result.paths[i] for i in pair], "similarity": round(near, 6)}
-            for pair, near in pairs
+            {"ids": ids, "paths": [result.paths[i] for i in ids], "similarity": round(value, 6)}
+            for ids, value in pairs
         ],
     }
-    # Pairs are sorted, so the last one of a group is the least similar.
-    least = {pair[0]: near for pair, near in pairs}
     lines = [f"threshold: {result.threshold_source}"] if result.threshold_source else []
     for group, paths in zip(result.groups, groups, strict=True):
-        near = min(least[int(one)] for one in group if int(one) in least)
+        lowest = min(similarity for (first, _), similarity in pairs if first in group)
         cosine = opened.similarity == "cosine"
-        limit = f"cosine {near:.4f} or larger" if cosine else f"distance {-near:.4f} or smaller"
+        limit = f"cosine {lowest:.4f} or larger" if cosine else f"distance {-lowest:.4f} or smaller"
         lines += [f"{len(group)} images, {limit}", *(f"  {relative_path(path)}" for path in paths)]
     members = f"{format_int(sum(map(len, groups)))} of {format_int(len(opened))} images"
     lines.append(f"{pluralize(len(groups), 'group')}, {members}")

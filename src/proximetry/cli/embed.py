@@ -48,24 +48,24 @@ def embed(
 
     Args:
         images: image files, folders to search for them, CSV or Parquet tables, tar files;
-            for an embedder of vectors, one file of these.
+            for an embedder of vectors, one file of vectors.
         out: file to write. .npz holds the arrays vectors, paths and, if the images come from
             class folders or a table, labels; .npy the vectors, with paths and labels in a file
             beside it, v.npy.json for v.npy; .parquet the columns path, label and vector.
-        flip: append the embedding of the flipped image.
+        flip: append the embedding of the horizontally flipped image.
     """
     from proximetry.data.vectors import SUFFIXES, rows_file
 
     check_out(out, SUFFIXES, images)
     if out.suffix.lower() == ".parquet":
         import_optional("pyarrow", "images", "Writing Parquet")
-    written = [out, rows_file(out)] if out.suffix.lower() == ".npy" else [out]
+    outputs = [out, rows_file(out)] if out.suffix.lower() == ".npy" else [out]
     skip, skipped_file = bad_images == "skip", out.with_name(f"{out.name}.skipped.json")
-    for file in [*written[1:], *([skipped_file] if skip else [])]:
+    for file in [*outputs[1:], *([skipped_file] if skip else [])]:
         check_out(file, [".json"], images)
     files, notes = find_images(images, columns, allow_missing=skip)
     if not files:
-        raise UsageError(f"no images in {', '.join(images) or 'the arguments'}")
+        raise UsageError(f"no images in {', '.join(images) or 'the arguments'}. Pass some.")
     paths = [path for path, _ in files]
     bad: dict[int, str] = {}
     with processes(device) as world, progress_bar("embedding", enabled=world.leads) as report:
@@ -86,7 +86,7 @@ def embed(
     count, dim = vectors.shape
     document = {"out": str(out), "images": count, "dim": dim, "skipped": skipped, "notes": notes}
     lines = first_few([f"skipped {reason}" for reason in skipped], str(skipped_file))
-    text = f"wrote {count} embeddings (dim {dim}) to {' and '.join(map(str, written))}"
+    text = f"wrote {count} embeddings (dim {dim}) to {' and '.join(map(str, outputs))}"
     print_result(as_json, document, "\n".join([*notes, *lines, text]))
 
 
@@ -108,7 +108,7 @@ def _embed_vectors(
     if embedder.takes_images:  # the images that the vectors belong to
         return None
     if len(words) > 1:
-        raise UsageError(f"one file of vectors at a time, got {len(words)}")
+        raise UsageError(f"several files of vectors: {', '.join(words)}. Pass one at a time.")
     return embedder.encode(catalogs[0].vectors, batch_size, concat_flip=flip).numpy()
 
 
@@ -123,8 +123,8 @@ def _embed_files(
 ) -> "tuple[npt.NDArray[np.float32], dict[int, str]]":
     """Return the vectors of images, and by index why an image could not be read.
 
-    Each rank embeds some of the batches, the same ones as in a single process; all ranks get
-    all vectors.
+    Each rank embeds a share of the batches that a single process would embed; all ranks return all
+    vectors.
     """
     import torch.distributed as dist
 
@@ -177,10 +177,9 @@ def _write(out: Path, images: Sequence[Image], vectors: "npt.NDArray[np.float32]
         atomic_write(rows_file(out), json.dumps(columns, indent=1).encode())
         np.save(buffer, vectors)
     else:
-        arrow, parquet = (
-            import_optional(name, "images", "Writing Parquet")
-            for name in ("pyarrow", "pyarrow.parquet")
-        )
+        import pyarrow as arrow  # type: ignore[import-untyped]
+        from pyarrow import parquet
+
         arrays = {name[:-1]: text_array(values) for name, values in columns.items()}
         flat = arrow.array(vectors.ravel())
         arrays["vector"] = arrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1])

@@ -30,7 +30,7 @@ from proximetry.models.constants import MAX_DIM, Similarity
 if TYPE_CHECKING:
     from proximetry.metrics import Evaluation
 
-WORST_CLASSES = 10  # shown by --per-class
+MAX_CLASSES = 10  # that --per-class prints
 MetricsOptions: Any = Annotated[key_options(Metrics), Parameter(name="*")]
 
 
@@ -68,7 +68,7 @@ def evaluate(
         embedder: folder of a run or of a saved embedder, or hub:owner/name; or, without a source,
             a file of vectors with labels: .npz, .npy or .parquet, as `proximetry embed` writes.
         source: a folder of class folders, a CSV or Parquet table, a tar file, or a dataset that
-            `proximetry datasets` lists; for an embedder of vectors, a file of these.
+            `proximetry datasets` lists; for an embedder of vectors, a file of vectors.
         root: path of the images of such a dataset.
         similarity: how vectors without an embedder are compared; default: cosine.
         split: which images; default: test if there are any, else all.
@@ -96,12 +96,14 @@ def evaluate(
 
     model = None if source is None else load_embedder(embedder, device)
     if model is not None and similarity is not None:
-        raise UsageError(f"--similarity is for vectors only: {embedder} has its own")
+        raise UsageError(
+            f"--similarity applies to vectors only: {embedder} has its own. Omit the option."
+        )
     saved = evaluator.saved_evaluation(model)
     metrics = replace(saved.metrics, **options)
     similarity = model.architecture.similarity if model is not None else similarity or "cosine"
     if expand and similarity != "cosine":
-        raise UsageError(f"--expand requires cosine similarity, got {similarity}")
+        raise UsageError(f"--expand requires cosine similarity, got {similarity}. Omit --expand.")
     skip, skipped = bad_images == "skip", list[str]()
     catalog: Any = open_images(name, path, columns, skip)  # without an embedder, of vectors
     catalog, split_name = query_gallery_split.choose_split(catalog, split, data)
@@ -109,7 +111,7 @@ def evaluate(
     eval_dims = saved.eval_dims if eval_dims is None else eval_dims
     if eval_dims and max(eval_dims) >= dim:
         raise UsageError(
-            f"--eval-dims must be below the embedding's {dim} dimensions, got {max(eval_dims)}"
+            f"--eval-dims must be less than the embedding's {dim} dimensions, got {max(eval_dims)}"
         )
     notes = query_gallery_split.check_comparison(catalog, metrics)
     with progress_bar("evaluating") as report, skip_hint():
@@ -168,8 +170,8 @@ def _check_vectors(file: Path) -> None:
             f"{file} has no column {COLUMN!r} of lists of numbers; it has {join_first(columns)}"
         )
     raise UsageError(
-        f"not a file of vectors ({', '.join(SUFFIXES)}): {file}. Evaluate it with images, "
-        "proximetry evaluate EMBEDDER IMAGES, or evaluate a file of vectors."
+        f"not a file of vectors ({', '.join(SUFFIXES)}): {file}. To evaluate an embedder, also "
+        "pass images: proximetry evaluate EMBEDDER IMAGES."
     )
 
 
@@ -202,7 +204,7 @@ def describe(
             "auc": pairs.auc,
             "eer": pairs.eer,
         }
-    if per_class:  # a row of metrics for each class, the worst first
+    if per_class:  # a row of metrics for each class, worst first
         table = {name: column.tolist() for name, column in whole.per_class().items()}
         rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
         by = "map@r" if "map@r" in table else next(iter(whole.scores))
@@ -238,7 +240,7 @@ def as_text(document: Mapping[str, Any], name: str) -> str:
     if "rows" in document:
         parts += search_methods.as_text(document["rows"])
     if "per_class" in document:
-        worst = document["per_class"][:WORST_CLASSES]
+        worst = document["per_class"][:MAX_CLASSES]
         rows = {f"{row['label']} ({row['queries']} queries)": row for row in worst}
         table = metrics_table(rows, _headline(scores))
         parts.append(f"The worst {len(rows)} classes:\n{table}")

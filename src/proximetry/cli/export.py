@@ -21,4 +21,4 @@ def export(embedder: EmbedderFolder, out: Path, *, opset: int = 18) -> None:
     if model.takes_images:
         height, width = model.preprocessing.crop
         inputs = f"RGB 0…255, float32 [N, 3, {height}, {width}]"
-    echo(f"{out}: {inputs} → [N, {model.dim}], checked")
+    echo(f"{out}: {inputs} → [N, {model.dim}], verified")

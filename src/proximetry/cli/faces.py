@@ -17,7 +17,7 @@ INPUT = (
     "input of an ONNX file, as JSON or a JSON file: size, channels, range, mean, std, output; "
     "default: the .json beside it, else 112×112, RGB, (x − 127.5) / 127.5."
 )
-FaceEmbedder = Annotated[
+EmbedderSource = Annotated[
     Path, Parameter(help="folder of a run or of a saved embedder, hub:owner/name, or an ONNX file.")
 ]
 ABOUT = "Align faces, and test face embedders by the protocols of LFW, YTF and MegaFace."
@@ -59,14 +59,9 @@ def align(
             log=partial(echo, to_stderr=as_json),
         )
     document = dataclasses.asdict(result) | {"out": str(result.out), "report": str(result.report)}
-    which = {
-        "all": "all were",
-        "largest": "the largest was",
-        "center": "the one nearest to the center was",
-    }
     lines = [f"aligned {result.faces} faces of {result.images} images to {out} ({size})"]
     if result.several:
-        lines.append(f"{result.several} images show several faces, of which {which[keep]} kept")
+        lines.append(f"{result.several} images show several faces (--keep {keep})")
     failures = {"show no face": result.no_face, "cannot be read": result.unreadable}
     lines += [f"{number} images {what}" for what, number in failures.items() if number]
     lines.append(f"every image and face is listed in {result.report}")
@@ -107,7 +102,7 @@ DEFAULTS = ProtocolOptions()
 
 
 def verify(
-    embedder: FaceEmbedder,
+    embedder: EmbedderSource,
     images: Path,
     pairs: Path,
     /,
@@ -142,7 +137,7 @@ def verify(
 
 
 def identify(
-    embedder: FaceEmbedder,
+    embedder: EmbedderSource,
     probes: Path,
     /,
     *,

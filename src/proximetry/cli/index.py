@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any
 from proximetry._util.errors import UsageError
 from proximetry._util.formatting import first_few, format_int, join_first
 from proximetry.cli.inputs import load_image_embedder
-from proximetry.cli.options import (
-    GALLERY,
-    AsJson,
-    BadImages,
-    BatchSize,
-    Device,
-    TableColumns,
-)
+from proximetry.cli.options import GALLERY, AsJson, BadImages, BatchSize, Device, TableColumns
 from proximetry.cli.output import print_result, progress_bar, relative_path, skip_hint
 
 if TYPE_CHECKING:
@@ -37,12 +30,12 @@ def index(
 ) -> None:
     """Embed images and build a gallery of them, or add the new ones to a gallery.
 
-    Interrupted? Run it again; it resumes. Under torchrun, all processes embed.
+    Run an interrupted command again to resume it. Under torchrun, all processes embed.
 
     Args:
-        images: image files, folders to be searched for them, CSV or Parquet tables, tar files.
+        images: image files, folders to search for them, CSV or Parquet tables, tar files.
         model: folder of a run or of a saved embedder, or hub:owner/name; not needed to add to a
-            folder, which stores its embedder.
+            gallery in a folder, which stores its embedder.
         gallery: folder of the gallery, or an address on Milvus: milvus://host:19530/collection, or
             milvus:file.db for a local file.
         index: Flat searches exactly, HNSW32, IVF1024,PQ64 and other factory strings of faiss
@@ -144,12 +137,12 @@ def _index(
             f"the gallery {gallery} was built with --index {opened.index}. Remove it, or choose "
             "another one with --gallery."
         )
-    known = opened.known(values(table["path"]))
-    if any(known):
-        options["report"](f"{format_int(sum(known))} images are already in {gallery}")
-    if all(known):
+    is_indexed = opened.known(values(table["path"]))
+    if any(is_indexed):
+        options["report"](f"{format_int(sum(is_indexed))} images are already in {gallery}")
+    if all(is_indexed):
         return opened, 0
-    new = table.take(arrow().array([row for row, one in enumerate(known) if not one]))
+    new = table.take(arrow().array([row for row, done in enumerate(is_indexed) if not done]))
     added = len(opened.add(new, **options))
     if opened.needs_compaction:
         opened.compact(progress=options["progress"], report=options["report"])
@@ -168,7 +161,7 @@ def _find_rows(
     for word in words:
         catalog = find_catalog(Path(word).expanduser(), columns, allow_missing=allow_missing)
         if isinstance(catalog, VectorCatalog) and not catalog.has_paths:
-            raise UsageError(f"galleries store images; {word} has vectors without paths")
+            raise UsageError(f"{word} has vectors without paths. Pass images instead.")
         if catalog is not None:
             tables.append(rows.make_rows(catalog))
             notes += catalog.remarks()

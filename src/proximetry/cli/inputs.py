@@ -1,4 +1,4 @@
-"""What commands read: embedders, and images by the words of the command line."""
+"""Inputs of commands: embedders, galleries, and images by the words of the command line."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,7 +55,7 @@ def open_images(
 def check_exists(path: Path) -> None:
     """Reject a path that does not exist."""
     if not path.exists():
-        raise UsageError(f"there is no image or folder {path}")
+        raise UsageError(f"no such file or folder: {path}. Check the path.")
 
 
 def find_catalog(
@@ -118,5 +118,7 @@ def load_image_embedder(model: Path, device: str | None) -> "Embedder":
     """Load an embedder of images, for galleries."""
     embedder = load_embedder(model, device)
     if not embedder.takes_images:
-        raise UsageError(f"galleries store images, and {model} takes {embedder.preprocessing}")
+        raise UsageError(
+            f"{model} takes {embedder.preprocessing}, not images. Pass an embedder of images."
+        )
     return embedder

@@ -19,8 +19,8 @@ BatchSize = Annotated[
         help="images per forward pass.",
     ),
 ]
-LARGEST_K = 10_000
-Neighbors = Annotated[int, Parameter(validator=Number(gte=0, lte=LARGEST_K))]
+MAX_K = 10_000
+Neighbors = Annotated[int, Parameter(validator=Number(gte=0, lte=MAX_K))]
 EmbedderFolder = Annotated[
     Path, Parameter(help="folder of a run or of a saved embedder, or hub:owner/name.")
 ]
@@ -30,10 +30,10 @@ Device = Annotated[
     str | None, Parameter(help="cpu, cuda or cuda:1; default: cuda if there is a GPU.")
 ]
 Document = Annotated[
-    Path | None, Parameter(help="also write the JSON document to this file, which ends in .json.")
+    Path | None, Parameter(help="also write the JSON document to this .json file.")
 ]
 
-# Also by the names of the recipe's keys, so that every command takes the options of `train`.
+# Also named like keys of the recipe, so that every command takes these options of `train`.
 BadImages = Annotated[
     Literal["error", "skip"],
     Parameter(
@@ -64,6 +64,6 @@ TableColumns = Annotated[
     ColumnPairs,
     Parameter(
         name=["--columns", "--data.columns"],
-        help="names of a table's columns that differ from ours.",
+        help="names of a table's columns, if they are not path, label and so on.",
     ),
 ]

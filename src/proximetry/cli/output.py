@@ -1,11 +1,11 @@
-"""What commands print: text, or one JSON document for scripts; their output files."""
+"""Output of commands: text, or one JSON document for scripts; progress bars and output files."""
 
 import json
 import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -19,7 +19,7 @@ from proximetry._util.types import Progress
 
 @contextmanager
 def skip_hint() -> Iterator[None]:
-    """Add to the error about an image how to skip it."""
+    """Add the option that skips such images to the error of an image."""
     try:
         yield
     except ValueError as error:
@@ -28,7 +28,7 @@ def skip_hint() -> Iterator[None]:
         cause = error if isinstance(error, ImageError) else error.__cause__
         if not isinstance(cause, ImageError):
             raise
-        raise ValueError(f"{cause}; --bad-images skip skips such images") from error
+        raise ValueError(f"{cause}. Skip such images with --bad-images skip.") from error
 
 
 def check_out(
@@ -41,14 +41,14 @@ def check_out(
     if out is None:
         return
     if out.suffix.lower() not in suffixes:
-        raise UsageError(f"{option} {out} must end in {' or '.join(suffixes)}")
+        raise UsageError(f"{option} must end in {' or '.join(suffixes)}, got {out}")
     check_writable(out)
     if out.exists() and any(Path(source).exists() and out.samefile(source) for source in sources):
         raise UsageError(f"{option} is an input of this command: {out}. Choose another file.")
 
 
 def echo(text: str, *, to_stderr: bool = False) -> None:
-    """Print a text, with characters that control a terminal escaped."""
+    """Print a text; escape characters that control a terminal."""
     print(printable(text), file=sys.stderr if to_stderr else None, flush=True)
 
 
@@ -63,30 +63,15 @@ def print_result(as_json: bool, document: Any, text: str, out: Path | None = Non
 @contextmanager
 def progress_bar(title: str, *, enabled: bool = True) -> Iterator[Progress]:
     """Show a progress bar on a terminal."""
-    with progress_steps(enabled=enabled) as steps:
-        yield lambda done, total: steps(title, done, total)
-
-
-@contextmanager
-def progress_steps(*, enabled: bool = True) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar for several named steps, one after the other."""
     if not enabled or not sys.stderr.isatty():
-        yield lambda title, done, total: None
+        yield lambda done, total: None
         return
     from rich.console import Console
     from rich.progress import Progress as Bar
 
     with Bar(console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def show(title: str, done: int, total: int) -> None:
-            if title not in tasks:
-                for task in tasks.values():
-                    bar.update(task, visible=False)
-                tasks[title] = bar.add_task(title, total=None)
-            bar.update(tasks[title], completed=done, total=total)
-
-        yield show
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def wrap(text: str, first: str = "", then: str = "") -> str:
@@ -102,7 +87,7 @@ def wrap(text: str, first: str = "", then: str = "") -> str:
 
 
 def columns(entries: Mapping[str, Sequence[str]]) -> str:
-    """Return a list of names with their paragraphs, wrapped, on the right."""
+    """Return a table of names and, on their right, their wrapped paragraphs."""
     left = max(map(len, entries)) + 2
     lines = []
     for name, paragraphs in entries.items():

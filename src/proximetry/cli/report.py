@@ -1,10 +1,10 @@
-"""The command that writes the report of a run."""
+"""`proximetry report`: the report of a run, or of several compared."""
 
 from pathlib import Path
 
 from proximetry._util.errors import UsageError
 from proximetry.cli.options import TableColumns
-from proximetry.cli.output import check_out, echo, progress_steps
+from proximetry.cli.output import check_out, echo, progress_bar
 
 
 def report(
@@ -28,14 +28,16 @@ def report(
         root: the folder of such a dataset; without --data of that of the run.
     """
     if not runs:
-        raise UsageError("no run given. Give the folder of one, or of several to compare")
+        raise UsageError("RUNS is missing. Pass one run folder, or several to compare.")
     target = out or runs[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     if out is not None or runs[0].is_dir():
         check_out(target, [".html"])
     from proximetry.reports import write_report
 
-    with progress_steps() as steps:
-        missing = write_report(runs, target, source=data, root=root, columns=columns, steps=steps)
+    with progress_bar("evaluating") as progress:
+        missing = write_report(
+            runs, target, source=data, root=root, columns=columns, progress=progress
+        )
     for reason in missing:
         echo(f"missing: {reason}")
     echo(f"report: {target}")

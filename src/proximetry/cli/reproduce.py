@@ -36,6 +36,6 @@ def reproduce(
         echo(list_tables())
         return
     if table is None:
-        raise UsageError("TABLE is missing: name it before the options; --list lists the tables")
+        raise UsageError("TABLE is missing. Pass it before the options; --list prints the tables.")
     folder = run(table, data, out, options, report=echo)
     echo(f"results in {folder / 'README.md'}")

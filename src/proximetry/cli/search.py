@@ -10,14 +10,7 @@ from cyclopts.validators import Number
 from proximetry._util.errors import UsageError
 from proximetry._util.formatting import shorten
 from proximetry.cli.inputs import open_gallery
-from proximetry.cli.options import (
-    GALLERY,
-    LARGEST_K,
-    AsJson,
-    Flag,
-    GalleryAddress,
-    Neighbors,
-)
+from proximetry.cli.options import GALLERY, MAX_K, AsJson, Flag, GalleryAddress, Neighbors
 from proximetry.cli.output import check_out, print_result, progress_bar, relative_path
 
 if TYPE_CHECKING:
@@ -26,7 +19,7 @@ if TYPE_CHECKING:
 
 def search(
     *queries: Path,
-    k: Annotated[int, Parameter(name=["-k", "--k"], validator=Number(gte=1, lte=LARGEST_K))] = 10,
+    k: Annotated[int, Parameter(name=["-k", "--k"], validator=Number(gte=1, lte=MAX_K))] = 10,
     gallery: GalleryAddress = GALLERY,
     model: Path | None = None,
     where: Annotated[
@@ -43,10 +36,10 @@ def search(
         queries: image files.
         k: number of results per query.
         model: the run or embedder that built the gallery; needed on Milvus, which stores none.
-        where: search only images with this value in a column: label=jay, split=test; of several
-            values for one column any matches.
+        where: search only images with this value in a column, such as label=jay or split=test;
+            repeat it for several columns, or for alternative values of one column.
         expand: query expansion with this number of neighbors.
-        rerank: order the nearest images by k-reciprocal re-ranking.
+        rerank: reorder the nearest images by k-reciprocal re-ranking.
         sheet: also write a contact sheet: a self-contained .html page, or a .png.
     """
     from proximetry.cli.inputs import check_exists
@@ -55,7 +48,7 @@ def search(
     from proximetry.search.rows import parse_conditions
 
     if not queries:
-        raise UsageError("no images to search for. Pass some.")
+        raise UsageError("no images to search for. Pass image files.")
     for query in queries:
         if (query / MANIFEST).exists():
             raise UsageError(f"{query} is a gallery. Use proximetry search IMAGE --gallery {query}")
@@ -88,13 +81,13 @@ def search(
 def _list_results(
     result: "SearchResult", columns: Mapping[str, Any], row: int
 ) -> list[dict[str, Any]]:
-    """Return the results of one query, with the score that orders them, if it is another value."""
+    """Return the results of one query, with their scores if these differ from the similarities."""
     images = list[dict[str, Any]]()
     for rank, image in enumerate(result.ids[row]):
         if image < 0:
             break
-        near = round(float(result.similarities[row, rank]), 6)
-        images.append({"id": int(image), "similarity": near})
+        similarity = round(float(result.similarities[row, rank]), 6)
+        images.append({"id": int(image), "similarity": similarity})
         if result.scores is not None:
             images[-1]["score"] = round(float(result.scores[row, rank]), 6)
         images[-1] |= {name: column[row, rank] for name, column in columns.items()}

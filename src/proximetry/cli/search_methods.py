@@ -27,8 +27,8 @@ def make_rows(
     expand: int,
     rerank: bool,
 ) -> list[Row]:
-    """Return a row for each search method, the plain one first; nothing if there is no other."""
-    near, count = compared["similarity"], candidates(MIN_K)
+    """Return a row for each search method, plain search first; none if there is only that."""
+    similarity, count = compared["similarity"], candidates(MIN_K)
     signs = "sign of each dimension (bit 1 if positive), nothing fitted to these images"
     expansion = (
         f"query expansion with {expand} neighbors (α = {ALPHA:g}), without the query, then "
@@ -43,8 +43,8 @@ def make_rows(
     if binary:
         hamming = f"{signs}; Hamming distance, exact, equal distances by index"
         ordered = (
-            f"{signs}; the {count} nearest by Hamming distance ordered by the {near} of their "
-            "vectors, all others behind them"
+            f"{signs}; the {count} nearest by Hamming distance ordered by the {similarity} of "
+            "their vectors, all others behind them"
         )
         methods.append(("binary codes, Hamming distance", hamming, {"binary": True}))
         both = {"binary": True, "candidates": count}
@@ -60,7 +60,8 @@ def make_rows(
     if not methods:
         return []
     options: Any = {**compared, "metrics": metrics.of_lists(), "progress": progress}
-    rows = [_row(f"vectors, {near}", f"float32 vectors, {near}, exact", plain, compared)]
+    protocol = f"float32 vectors, {similarity}, exact"
+    rows = [_row(f"vectors, {similarity}", protocol, plain, compared)]
     for name, protocol, arguments in methods:
         rows.append(_row(name, protocol, evaluate(**options, **arguments), compared))
     if binary:
@@ -72,12 +73,12 @@ def make_rows(
 
 
 def _row(name: str, protocol: str, evaluation: Evaluation, compared: Mapping[str, Any]) -> Row:
-    count = format_int(len(compared["embeddings"]))
-    who = f"each of {count} images against all others"
+    images = f"{format_int(len(compared['embeddings']))} images"
+    pairs = f"each of {images} against all others"
     if "queries" in compared:
-        who = f"{format_int(len(compared['queries']))} queries against a gallery of {count} images"
+        pairs = f"{format_int(len(compared['queries']))} queries against a gallery of {images}"
     means = {key: value for key, value in evaluation.mean().items() if key not in evaluation.whole}
-    return {"name": name, "protocol": f"{who}; {protocol}", "metrics": means}
+    return {"name": name, "protocol": f"{pairs}; {protocol}", "metrics": means}
 
 
 def as_text(rows: Sequence[Row]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The command `serve`."""
+"""`proximetry serve`: a web page and an HTTP API for a gallery."""
 
 from typing import Annotated
 
@@ -20,10 +20,10 @@ def serve(
 
     Args:
         gallery: folder of the gallery.
-        host: name or address to listen on; the default is reachable from this machine only.
+        host: name or address to listen on; the default is reachable only from this machine.
         port: port to listen on; 0 chooses a free one.
-        token: access token for page and API, required unless the server listens on the loopback
-            only; default: the environment variable PROXIMETRY_TOKEN.
+        token: access token for page and API, required unless the host is a loopback address;
+            default: the environment variable PROXIMETRY_TOKEN.
     """
     from proximetry.web import serve as run
 

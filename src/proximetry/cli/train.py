@@ -126,7 +126,7 @@ def train(
             named after the images or the recipe.
         recipe: for your images: a shipped recipe's name or a YAML file (see: proximetry recipes);
             default: `default` on a GPU, `default-cpu` elsewhere, `vectors` for vectors.
-        fresh: remove the run in the folder, even a complete one, and start over.
+        fresh: remove the run in the folder, even if it is complete, and start over.
         config: a YAML file with overrides; those on the command line take precedence.
         print_config: print the recipe with all overrides, and exit.
         dry_run: validate everything, decode the images (at most 20 000), estimate time, disk and
@@ -232,8 +232,8 @@ def _names_recipe(source: str, recipe_name: str | None) -> bool:
     is_shipped = source in shipped_recipes() and recipe_name is None
     if is_shipped and path.is_dir():
         raise RecipeError(
-            f"{source!r} is a shipped recipe and a folder here; write ./{source} to train on the "
-            "folder, or rename it to train with the recipe"
+            f"{source!r} is a shipped recipe and a folder here. Pass ./{source} to train on the "
+            "folder, or rename the folder to train with the recipe."
         )
     if is_file and recipe_name is not None:
         raise RecipeError(f"two recipes: {source} and --recipe {recipe_name}. Pass one.")
@@ -250,7 +250,7 @@ def _find_images(source: str, changes: Mapping[str, Any]) -> tuple[str, str | No
     if source in list_datasets():
         duplicate = f"--data.dataset {dataset}" if dataset not in (None, source) else None
     if duplicate:
-        raise RecipeError(f"duplicate images: {source} and {duplicate}. Give one of them.")
+        raise RecipeError(f"duplicate images: {source} and {duplicate}. Pass one of them.")
     try:
         name, path = resolve_source(source, root)
     except ValueError as error:
@@ -339,7 +339,7 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
 
 
 def _short(path: Path) -> str:
-    """Return a path as one would type it: relative to this folder, or to one's home."""
+    """Return a quoted path, relative to the working folder or to the home folder if below."""
     whole = path.absolute()
     for base, prefix in ((Path.cwd(), ""), (Path.home(), "~/")):
         if whole.is_relative_to(base) and whole != base:

@@ -11,7 +11,7 @@ from proximetry._util.imports import lazy_exports
 if TYPE_CHECKING:
     from proximetry.faces.align import *
     from proximetry.faces.detector import *
-    from proximetry.faces.embedder import *
+    from proximetry.faces.face_embedder import *
     from proximetry.faces.geometry import *
     from proximetry.faces.identify import *
     from proximetry.faces.pair_protocol import *
@@ -21,7 +21,7 @@ _EXPORTS = {
     "align": "Alignment align_folder",
     "geometry": "similarity template warp",
     "detector": "Detector Faces find_detector",
-    "embedder": "FaceEmbedder open_embedder",
+    "face_embedder": "FaceEmbedder open_embedder",
     "identify": "identify_people read_people",
     "pair_protocol": "PairProtocol read_protocol",
     "verify": "verify_pairs",
@@ -33,7 +33,7 @@ Size: TypeAlias = Literal["112x112", "112x96"]
 """Height × width of an aligned face."""
 
 Keep: TypeAlias = Literal["largest", "center", "all"]
-"""Which faces of an image are kept."""
+"""Which faces of an image to keep."""
 
 BadImages: TypeAlias = Literal["error", "skip"]
 """What to do with images that are missing or unreadable."""

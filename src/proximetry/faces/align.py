@@ -8,7 +8,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -84,13 +84,13 @@ def align_folder(
         UsageError: there is nothing to align (also if all images have the size of an aligned
             face), no detector, or `out` contains other files.
     """
-    for name, value, known in (("size", size, get_args(Size)), ("keep", keep, get_args(Keep))):
-        if value not in known:
-            raise UsageError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    for name, value, choices in (("size", size, get_args(Size)), ("keep", keep, get_args(Keep))):
+        if value not in choices:
+            raise UsageError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     source, home = Path(folder), Path(out)
     paths = _find_images(source, home, log)
     if _is_aligned(source, paths, size):
-        raise UsageError(f"all images in {source} are {size} already. Use them as they are.")
+        raise UsageError(f"all images in {source} are {size} already. Use them without aligning.")
     file, package = (Path(detector), "") if detector is not None else find_detector()
     model = Detector(file)
     log(f"detector: {file.name}{package and f' of {package}'}")
@@ -102,7 +102,7 @@ def align_folder(
     with _open_journal(home, settings) as journal, ThreadPoolExecutor(workers) as pool:
         finished = _finished_images(journal, source, home, paths)
         remaining, done = [path for path in paths if path not in finished], len(finished)
-        # The pool queues all it is given: a few thousand images at a time.
+        # The pool queues all its tasks, so it gets a few thousand images at a time.
         for group in chunks(len(remaining), 256 * workers * BATCH):
             part = remaining[group]
             for records in pool.map(align, [part[at] for at in chunks(len(part), BATCH)]):
@@ -117,15 +117,16 @@ def align_folder(
 def _find_images(folder: Path, out: Path, log: Log) -> list[str]:
     """Return the images below a folder; raise if there are none or `out` lies among them."""
     if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder")
+        raise UsageError(f"not a folder: {folder}. Pass a folder of images.")
     if out.resolve().is_relative_to(folder.resolve()):
         raise UsageError(
-            f"{out} lies in {folder}, where the faces would be taken for images. "
-            "Choose a folder outside."
+            f"the output folder is inside the folder of images: {out}. Choose a folder outside "
+            f"{folder}."
         )
     paths, others, skipped = files_below(folder)
     if not paths:
-        raise UsageError(f"{folder} contains no images, only {join_first(others) or 'nothing'}")
+        contents = f"only {join_first(others)}" if others else "it is empty"
+        raise UsageError(f"no images in {folder}: {contents}. Pass a folder of images.")
     if others:
         log(f"{len(others)} files are not images: {join_first(others)}")
     if skipped:
@@ -135,31 +136,29 @@ def _find_images(folder: Path, out: Path, log: Log) -> list[str]:
 
 def _is_aligned(folder: Path, paths: Sequence[str], size: Size) -> bool:
     """Whether all images that can be read have the size of an aligned face."""
-    readable = False
+    sizes = set[tuple[int, int]]()
     for path in paths:
-        try:
-            width, height = image_size(folder / path)
-        except ImageError:
-            continue
-        if (height, width) != height_and_width(size):
+        with suppress(ImageError):
+            sizes.add(image_size(folder / path))
+        if sizes - {height_and_width(size)[::-1]}:
             return False
-        readable = True
-    return readable
+    return bool(sizes)
 
 
 def ambiguous_paths(paths: Sequence[str], keep: Keep) -> set[str]:
-    """Return the images whose faces keep the image's extension in their name: "a.jpg.png".
+    """Return the images whose outputs keep the extension of the image: "a.jpg.png".
 
-    These differ from another image in their extension only, or still have an extension without it,
-    or look like a second face. So no two outputs have the same name.
+    Without it, two outputs could have the same name: the image differs from another one only in its
+    extension, has a second extension, or is named like a second face.
     """
     stems = {path: str(PurePosixPath(path).with_suffix("")) for path in paths}
     count = Counter(stems.values())
 
     def is_free(stem: str) -> bool:
         head, mark, number = stem.rpartition(".face")
-        second = keep == "all" and head and mark and number.isdigit()
-        return count[stem] == 1 and not second and not is_image(f"_{stem.rpartition('/')[2]}")
+        is_second_face = keep == "all" and head and mark and number.isdigit()
+        has_extension = is_image(f"_{stem.rpartition('/')[2]}")
+        return count[stem] == 1 and not is_second_face and not has_extension
 
     return {path for path, stem in stems.items() if not is_free(stem)}
 
@@ -191,7 +190,7 @@ def _align_images(
     paths: Sequence[str],
 ) -> list[tuple[bytes, str, str]]:
     """Write the faces of a few images; return their paths, stamps and rows of the report."""
-    # Stamps first: an image that changes meanwhile is aligned again next time.
+    # Stamps first, so that an image that changes meanwhile is aligned again next time.
     stamps = [_stamp(folder / path) for path in paths]
     images, rows = dict[str, npt.NDArray[np.uint8]](), dict[str, list[list[Any]]]()
     for path in paths:
@@ -201,7 +200,7 @@ def _align_images(
             rows[path] = [_without_face(path, "unreadable", error.reason)]
     for (path, image), faces in zip(images.items(), detector(list(images.values())), strict=True):
         outputs = [""] * len(faces)
-        # Rounded first: the report has the numbers that the face was warped with.
+        # Rounded first, so that the report has the numbers that the face was warped with.
         scores = faces.scores.astype(np.float64).round(4)
         boxes, points = (of.astype(np.float64).round(2) for of in (faces.boxes, faces.points))
         for rank, row in enumerate(choose(faces, keep, image.shape)):
@@ -284,7 +283,7 @@ def _open_journal(home: Path, settings: dict[str, str]) -> Iterator[sqlite3.Conn
 def _finished_images(
     journal: sqlite3.Connection, folder: Path, home: Path, paths: Sequence[str]
 ) -> set[str]:
-    """Return the images that are done; remove the faces of those that changed or lost some."""
+    """Return the finished images; remove the faces of images that changed or miss a face."""
     finished, stale = set[str](), dict[str, list[Path]]()
     for name, stamp, rows in journal.execute("SELECT path, stamp, rows FROM aligned"):
         path, (first, *others) = os.fsdecode(name), json.loads(rows)
@@ -302,8 +301,7 @@ def _finished_images(
         )
     for path, outputs in stale.items():
         for output in outputs:
-            if output.resolve().is_relative_to(home.resolve()):
-                output.unlink(missing_ok=True)
+            output.unlink(missing_ok=True)
         journal.execute("DELETE FROM aligned WHERE path = ?", [os.fsencode(path)])
     journal.commit()
     return finished

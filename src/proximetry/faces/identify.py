@@ -23,8 +23,8 @@ from proximetry.data import open_dataset
 from proximetry.data.folders import images_below
 from proximetry.data.vectors import load_arrays
 from proximetry.faces import BadImages
-from proximetry.faces.embedder import FaceEmbedder
-from proximetry.faces.face_encoder import FaceEncoder, describe_rates, with_notes
+from proximetry.faces.face_embedder import FaceEmbedder
+from proximetry.faces.file_embedder import FileEmbedder, describe_rates, with_notes
 from proximetry.metrics import Identification, identify
 
 Vectors: TypeAlias = npt.NDArray[Any]
@@ -95,15 +95,15 @@ def _read_distractors(path: Path, probes: Path) -> "Sequence[str] | Vectors":
         inner, outer = path.resolve(), probes.resolve()
         if inner.is_relative_to(outer) or outer.is_relative_to(inner):
             raise UsageError(
-                f"--distractors {path} and the probes in {probes} are the same images. Without "
-                "--distractors, people with one image are the distractors."
+                f"--distractors {path} and the probes in {probes} are the same images. Omit "
+                "--distractors to use people with one image as distractors."
             )
         files = [str(path / name) for name in images_below(path)[0]]
         if not files:
-            raise UsageError(f"--distractors {path}: no images in this folder")
+            raise UsageError(f"--distractors {path}: no images in this folder. Pass another one.")
         return files
     if path.suffix not in (".npy", ".npz"):
-        raise UsageError(f"--distractors {path}: expected a folder of images, .npy or .npz")
+        raise UsageError(f"--distractors must be a folder of images, .npy or .npz, got {path}")
     vectors: Vectors = load_arrays(path)["vectors"]
     if vectors.ndim != 2 or vectors.dtype.kind != "f" or not vectors.size:
         raise ValueError(
@@ -118,17 +118,13 @@ class PeopleIdentification:
     """Result of `identify_people`, with the embedder."""
 
     result: Identification
+    probes: int
     people: int
     distractors_from: str
     embedder: FaceEmbedder
     views: str
     skipped: tuple[str, ...]
     notes: tuple[str, ...]
-
-    @property
-    def probes(self) -> int:
-        """Number of probes."""
-        return len(set(self.result.probes.tolist()))
 
     def document(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -190,7 +186,7 @@ def identify_people(
             )
         if width != both:
             views, concat_flip = "the image alone, as the distractors are", False
-    faces = FaceEncoder(embedder, concat_flip, batch_size, bad_images, group)
+    faces = FileEmbedder(embedder, concat_flip, batch_size, bad_images, group)
     total = len(people.files) + len(distractors)
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
@@ -222,6 +218,7 @@ def identify_people(
         notes.append(f"{len(readable) - len(rows)} images have no other image of their person")
     return PeopleIdentification(
         result,
+        len(rows),
         len({people.labels[row] for row in rows}),
         people.source,
         embedder,
@@ -231,7 +228,7 @@ def identify_people(
     )
 
 
-def _embed_blocks(faces: FaceEncoder, files: Sequence[str]) -> Iterator[Tensor]:
+def _embed_blocks(faces: FileEmbedder, files: Sequence[str]) -> Iterator[Tensor]:
     """Embed distractors and yield them in large blocks."""
     batches = (vectors for _, vectors in faces.batches(files))
     while block := list(islice(batches, -(-_BLOCK // faces.batch_size))):

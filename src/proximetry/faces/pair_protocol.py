@@ -65,15 +65,6 @@ class PairProtocol:
         """The folds in the order of the list."""
         return list(dict.fromkeys(self.folds))
 
-    @property
-    def notes(self) -> list[str]:
-        """Remarks for the result."""
-        count = len(self.fold_names)
-        if count == FOLDS:
-            return []
-        usual = f"; the protocol of {self.format} has {FOLDS}" if self.format != "CSV" else ""
-        return [f"{self.source} has {count} folds{usual}"]
-
     def without(self, unreadable: Mapping[str, str]) -> "PairProtocol":
         """Remove files, by name with the reason, and the pairs without any file."""
         templates = {
@@ -88,7 +79,7 @@ class PairProtocol:
         return replace(self, templates=templates)._skip(reasons)
 
     def _skip(self, reasons: Mapping[str, str]) -> "PairProtocol":
-        """Skip the pairs that name one of these; raise if a fold then lacks a kind of pair."""
+        """Skip the pairs of these files; raise if a fold then lacks same or different pairs."""
         pairs = tuple(p for p in self.pairs if p.first not in reasons and p.second not in reasons)
         used = {name for pair in pairs for name in (pair.first, pair.second)}
         templates = {name: files for name, files in self.templates.items() if name in used}
@@ -104,8 +95,8 @@ class PairProtocol:
         for name in names:
             for same, kind in ((True, "the same person"), (False, "different people")):
                 if not kinds[name, same]:
-                    left = " after skipping images" if skipped else ""
-                    raise ValueError(f"{self.source}: fold {name} has no pair of {kind}{left}")
+                    when = " after skipping images" if skipped else ""
+                    raise ValueError(f"{self.source}: fold {name} has no pair of {kind}{when}")
         return protocol
 
 
@@ -120,31 +111,31 @@ def read_protocol(
     if bad_images not in get_args(BadImages):
         raise UsageError(f"bad_images must be 'error' or 'skip', got {bad_images!r}")
     source, root = Path(file), Path(folder)
-    around = people_folder(root)
+    inner = people_folder(root)
     if not source.is_file():
-        raise UsageError(f"there is no list of pairs {source}")
+        raise UsageError(f"no such list of pairs: {source}. Pass LFW's pairs.txt, or CSV.")
     text = read_text(source, limit=2**30).removeprefix("\ufeff")
     kind = _recognize(source, text)
     if kind == "LFW":
         table = read_pairs(source)
-        named = [f"{name}/{name}_{number:04d}" for name, number in table.images]
+        names = [f"{name}/{name}_{number:04d}" for name, number in table.images]
         columns = table.lines.tolist(), table.pairs.tolist(), table.same.tolist(), table.folds
         pairs = tuple(
-            Pair(line, named[a], named[b], same, str(1 + fold))
+            Pair(line, names[a], names[b], same, str(1 + fold))
             for line, (a, b), same, fold in zip(*columns, strict=True)
         )
     else:
         pairs = tuple(_read_rows(source, text, kind))
-    names = dict.fromkeys(name for pair in pairs for name in (pair.first, pair.second))
-    templates, missing = _find_images(root, names)
+    files = dict.fromkeys(name for pair in pairs for name in (pair.first, pair.second))
+    templates, missing = _find_images(root, files)
     if not templates:
-        root = around
-        templates, missing = _find_images(root, names)
+        root = inner
+        templates, missing = _find_images(root, files)
     if missing and bad_images == "error":
-        bad = _describe_skipped(pairs, missing)
+        reasons = _describe_skipped(pairs, missing)
         raise ValueError(
-            f"{source}: {len(bad)} of {len(pairs)} pairs cannot be compared with the images in "
-            f"{root} ({join_first(bad, 3)}). Skip such pairs with --bad-images skip."
+            f"{source}: {len(reasons)} of {len(pairs)} pairs cannot be compared with the images in "
+            f"{root} ({join_first(reasons, 3)}). Skip such pairs with --bad-images skip."
         )
     return PairProtocol(str(source), kind, pairs, templates)._skip(missing)
 
@@ -231,7 +222,7 @@ def _find_images(
     templates: dict[str, tuple[str, ...]] = {}
     missing: dict[str, str] = {}
     for name in names:
-        path, problem = root / name, f"there is no image {name}"
+        path, problem = root / name, f"no such image: {name}"
         folder, files = path.parent, [path.name]
         if path.is_dir():
             folder, files = path, images_below(path)[0]

@@ -12,8 +12,8 @@ from proximetry._util.charts import line_chart, step_points
 from proximetry._util.files import atomic_write
 from proximetry._util.types import Progress
 from proximetry.faces import BadImages
-from proximetry.faces.embedder import FaceEmbedder
-from proximetry.faces.face_encoder import FaceEncoder, describe_rates, with_notes
+from proximetry.faces.face_embedder import FaceEmbedder
+from proximetry.faces.file_embedder import FileEmbedder, describe_rates, with_notes
 from proximetry.faces.pair_protocol import PairProtocol
 from proximetry.metrics import Verification, pair_similarities, verify
 
@@ -98,13 +98,12 @@ def verify_pairs(
         progress: called with (images done, images in total).
         group: processes that share the images and return the same result.
     """
-    vectors = FaceEncoder(embedder, not embedder.flip_tta, batch_size, bad_images, group)
+    faces = FileEmbedder(embedder, not embedder.flip_tta, batch_size, bad_images, group)
     templates = protocol.templates
     files = [file for images in templates.values() for file in images]
     owners = [owner for owner, images in enumerate(templates.values()) for _ in images]
-    notes = embedder.size_notes(files[0])
-    pooled = vectors.pooled(files, owners, progress)
-    readable = protocol.without(vectors.unreadable)
+    pooled = faces.pooled(files, owners, progress)
+    readable = protocol.without(faces.unreadable)
     row = {name: index for index, name in enumerate(templates)}
     fold = {name: index for index, name in enumerate(readable.fold_names)}
     same = np.array([pair.same for pair in readable.pairs])
@@ -115,14 +114,14 @@ def verify_pairs(
         folds=[fold[name] for name in readable.folds],
         far=[10.0**-k for k in range(1, max(2, len(str(different))))],
     )
-    return PairVerification(result, readable, embedder, (*notes, *readable.notes))
+    return PairVerification(result, readable, embedder, tuple(embedder.size_notes(files[0])))
 
 
 def draw_roc(result: Verification, label: str, out: Path) -> None:
     """Draw TAR against FAR, from 1 / number of different pairs, as SVG."""
-    least = 1 / result.different_pairs
+    lowest = 1 / result.different_pairs
     # FAR 0 has no position on a logarithmic axis.
-    far, first = np.maximum(result.roc.far, least), int(np.sum(result.roc.far <= least)) - 1
+    far, first = np.maximum(result.roc.far, lowest), int(np.sum(result.roc.far <= lowest)) - 1
     points = step_points([*far[first:].tolist(), 1.0], result.roc.tar[first:].tolist())
     title, x_label = "true accept rate (%)", "false accept rate"
     chart = line_chart(title, {label: points}, x_label=x_label, log=True, file=True)

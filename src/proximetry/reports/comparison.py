@@ -11,10 +11,10 @@ from proximetry._util.charts import format_percent, line_chart
 from proximetry._util.formatting import format_int, format_value
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.recipe.loading import flatten
-from proximetry.reports.html import ReportSection, section, short
+from proximetry.reports.page import ReportSection, section, short
 from proximetry.reports.run_evaluation import RunEvaluation
 from proximetry.reports.run_record import RunRecord
-from proximetry.reports.sections import SPLITS, image, metric_names, neighbor_images
+from proximetry.reports.run_sections import SPLITS, image, metric_names, neighbor_images
 from proximetry.training.metrics_table import metric_title
 
 MAX_CHANGES = 8
@@ -103,21 +103,21 @@ def _queries(runs: Sequence[ComparedRun]) -> ReportSection | None:
     for other_name, _, other in others:
         if first is None or other is None or not first.compares_like(other):
             continue
-        mine, theirs = first.neighbors.hits[:, 0], other.neighbors.hits[:, 0]
+        hits, other_hits = first.neighbors.hits[:, 0], other.neighbors.hits[:, 0]
         scored = first.evaluation.scored
-        gained = np.flatnonzero(theirs & ~mine & scored)
-        lost = np.flatnonzero(mine & ~theirs & scored)
+        gained = np.flatnonzero(other_hits & ~hits & scored)
+        lost = np.flatnonzero(hits & ~other_hits & scored)
         pair = (short(name), first), (short(other_name), other)
         comparisons.append(
             {
                 "name": other_name,
-                "both": int((mine & theirs).sum()),
-                "neither": int((scored & ~mine & ~theirs).sum()),
+                "both": int((hits & other_hits).sum()),
+                "neither": int((scored & ~hits & ~other_hits).sum()),
                 "gained": len(gained),
                 "lost": len(lost),
                 "lists": [
-                    (f"Right in {other_name} only", _rows(pair, _widest(first, other, gained))),
-                    (f"Right in {name} only", _rows(pair, _widest(first, other, lost))),
+                    (f"Right in {other_name} only", _rows(pair, _top_gaps(first, other, gained))),
+                    (f"Right in {name} only", _rows(pair, _top_gaps(first, other, lost))),
                 ],
             }
         )
@@ -126,12 +126,12 @@ def _queries(runs: Sequence[ComparedRun]) -> ReportSection | None:
     return section("Queries", "comparison_queries.html", first=name, comparisons=comparisons)
 
 
-def _widest(first: RunEvaluation, other: RunEvaluation, queries: Any) -> list[int]:
-    """Return the queries whose scores differ most, at most one per class."""
-    mine, theirs = first.evaluation.scores, other.evaluation.scores
-    ranking = next((name for name in (first.ranking, *mine) if name in theirs), None)
+def _top_gaps(first: RunEvaluation, other: RunEvaluation, queries: Any) -> list[int]:
+    """Return the queries whose scores differ the most, at most one per class."""
+    scores, other_scores = first.evaluation.scores, other.evaluation.scores
+    common = next((name for name in (first.ranking, *scores) if name in other_scores), None)
     # Without a common score, queries come in the order of the catalog.
-    gap = np.zeros(len(first.queries)) if ranking is None else theirs[ranking] - mine[ranking]
+    gap = other_scores[common] - scores[common] if common else np.zeros(len(first.queries))
     order = queries[np.argsort(-np.abs(gap[queries]), kind="stable")]
     return first.one_per_class(order, MAX_CHANGES)
 

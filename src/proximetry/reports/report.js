@@ -30,7 +30,7 @@ for (const map of document.querySelectorAll(".map")) {
     tip.style.left = `${Math.max(0, Math.min(left, box.width - tip.offsetWidth - 4))}px`;
     tip.style.top = `${Math.max(0, Math.min(top, box.height - tip.offsetHeight - 4))}px`;
   };
-  const choose = (text) => {
+  const filterClasses = (text) => {
     const word = text.trim().toLowerCase();
     let count = 0;
     for (const group of groups) {
@@ -38,14 +38,14 @@ for (const map of document.querySelectorAll(".map")) {
       group.classList.toggle("on", on);
       if (on) count += 1;
     }
-    map.classList.toggle("chosen", word !== "");
-    const shown = document.getElementById(map.dataset.count);
-    if (shown) shown.textContent = word === "" ? "" : `${count} classes`;
+    map.classList.toggle("filtered", word !== "");
+    const status = document.getElementById(map.dataset.count);
+    if (status) status.textContent = word === "" ? "" : `${count} classes`;
   };
   const field = document.getElementById(map.dataset.field);
   if (field) {
-    field.closest(".choose").hidden = false;
-    field.addEventListener("input", () => choose(field.value));
+    field.closest(".filter").hidden = false;
+    field.addEventListener("input", () => filterClasses(field.value));
   }
   map.addEventListener("pointerover", show);
   map.addEventListener("pointerleave", hide);
@@ -54,12 +54,12 @@ for (const map of document.querySelectorAll(".map")) {
     const point = event.target.closest("circle");
     const clicked = point ? point.parentNode.dataset.class : "";
     if (field) field.value = field.value === clicked ? "" : clicked;
-    choose(field ? field.value : clicked);
+    filterClasses(field ? field.value : clicked);
   });
 }
 // Tables with a field above them: rows whose name holds the word.
 for (const field of document.querySelectorAll("input[data-rows]")) {
-  field.closest(".choose").hidden = false;
+  field.closest(".filter").hidden = false;
   const rows = [...document.querySelectorAll(`#${field.dataset.rows} tbody tr`)];
   field.addEventListener("input", () => {
     const word = field.value.trim().toLowerCase();

@@ -9,13 +9,13 @@ from pathlib import Path
 from proximetry import __version__
 from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
-from proximetry._util.types import Steps
+from proximetry._util.types import Progress
 from proximetry.reports.comparison import ComparedRun, comparison_sections
-from proximetry.reports.html import ReportSection, page
+from proximetry.reports.page import ReportSection, page
 from proximetry.reports.run_evaluation import RunEvaluation, evaluate_run
 from proximetry.reports.run_proxies import measure_use, read_proxies
 from proximetry.reports.run_record import RunRecord
-from proximetry.reports.sections import (
+from proximetry.reports.run_sections import (
     classes_section,
     curves_section,
     headline,
@@ -37,7 +37,7 @@ def write_report(
     source: str | None = None,
     root: Path | None = None,
     columns: Mapping[str, str] | None = None,
-    steps: Steps = lambda what, done, total: None,
+    progress: Progress | None = None,
 ) -> list[str]:
     """Write the report of a run, or of several compared, all or nothing.
 
@@ -49,41 +49,31 @@ def write_report(
         source: images to evaluate on, as for `evaluate`; default: those of each run.
         root: the current folder of the dataset.
         columns: the names of a table's columns; default: as in each run.
-        steps: progress callback with (what, done, total).
+        progress: called with (done, total) while images are embedded and neighbors searched.
 
     Returns:
-        What is missing in the report, and why.
+        What the report lacks, and why.
     """
     if columns and source is None:
-        raise UsageError("--columns needs a table. Give it with --data")
+        raise UsageError("--columns without --data. Pass the table as --data.")
     records = [RunRecord.read(path) for path in runs]
-    folders = [record.folder.path.resolve() for record in records]
-    if len(set(folders)) < len(folders):
-        raise UsageError("duplicate run. Give each run once")
     evaluations: list[RunEvaluation | None] = []
     for record in records:
         try:
-            evaluations.append(evaluate_run(record, source, root, steps, columns=columns))
+            evaluations.append(evaluate_run(record, source, root, progress, columns=columns))
         except _ABSENT as error:
             # Explicitly named images must be readable.
             if source is not None or root is not None:
                 raise
             evaluations.append(None)
-            reason = _reason(error)
-            hint = "" if "--data" in reason else ". If the images have moved, give --data"
-            record.missing.append(f"Queries, classes, intervals and the map: {reason}{hint}")
+            hint = "" if "--data" in str(error) else ". If the images have moved, pass --data"
+            record.missing.append(f"Queries, classes, intervals and the map: {error}{hint}")
     if len(records) == 1:
         content = report_page(records[0], evaluations[0])
     else:
         content = comparison_page(records, evaluations)
     atomic_write(out, content)
     return [reason for record in records for reason in record.missing]
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
 
 
 def report_page(record: RunRecord, run: RunEvaluation | None) -> bytes:
@@ -95,9 +85,9 @@ def report_page(record: RunRecord, run: RunEvaluation | None) -> bytes:
         try:
             sections.append(map_section(run))
         except _ABSENT as error:
-            record.missing.append(f"Map: {_reason(error)}")
+            record.missing.append(f"Map: {error}")
         if run.unreadable:
-            record.missing.append(f"Images: {len(run.unreadable)} cannot be read any more")
+            record.missing.append(f"Images: {len(run.unreadable)} cannot be read")
     sections += [*_proxies(record, run), origin_section(record, notes)]
     recipe = record.recipe
     return page(
@@ -131,7 +121,7 @@ def _proxies(record: RunRecord, run: RunEvaluation | None) -> list[ReportSection
                 raise ValueError("no training images")
             use = measure_use(proxies, run.embedder, run.train)
     except _ABSENT as error:
-        record.missing.append(f"{title}: {_reason(error)}")
+        record.missing.append(f"{title}: {error}")
     section = proxies_section(record, proxies, use)
     return [] if section is None else [section]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_int, join_first
 from proximetry._util.machine import resolve_device
-from proximetry._util.types import Steps
+from proximetry._util.types import Progress
 from proximetry.data import Catalog, open_dataset, resolve_source
 from proximetry.data.datasets import TABLES
 from proximetry.metrics import Evaluation, Interval, RetrievalResult, retrieve
@@ -36,8 +36,8 @@ from proximetry.training.sources.base import open_catalog, split_rows
 
 Rows = npt.NDArray[np.int64]
 
-NEIGHBORS = 8  # number of images beside a query
-MAX_MAP_IMAGES = 1500  # maximum number of images on a map
+NEIGHBORS = 8  # images beside a query
+MAX_MAP_IMAGES = 1500
 _IMAGES_PER_CLASS = 20
 # Figures of another device differ in the last digits; those of other images differ by more.
 _ROUNDING = 1e-4
@@ -56,7 +56,7 @@ class RunEvaluation:
         scores: their means.
         neighbors: the nearest images of each query.
         queries: their rows of the catalog.
-        gallery: rows of the catalog that are searched.
+        gallery: the rows of the catalog that are searched.
         agrees: whether the figures are those of the selected epoch in the run's results.
         notes: warnings about the images and the figures.
         unreadable: image files for which a page has no thumbnail.
@@ -145,32 +145,31 @@ def evaluate_run(
     record: RunRecord,
     source: str | None = None,
     root: Path | None = None,
-    steps: Steps = lambda what, done, total: None,
+    progress: Progress | None = None,
     *,
     columns: Mapping[str, str] | None = None,
     vectors: Tensor | None = None,
 ) -> RunEvaluation:
-    """Evaluate the embedder of a run on the images the run was evaluated on.
+    """Evaluate the embedder of a run on the images that the run was evaluated on.
 
     Args:
+        record: the run.
         source: other images, as for `evaluate`; default: those of the recipe.
         root: the current folder of the dataset.
-        steps: progress callback with (what, done, total).
+        progress: called with (done, total) while images are embedded and neighbors searched.
         columns: the names of a table's columns; default: as in the recipe.
-        vectors: the embeddings of the images, if known.
+        vectors: the embeddings of the images, if they are computed already.
 
     Raises:
         ValueError: if there is nothing to evaluate, or the images cannot be read.
     """
     embedder = Embedder.load(record.folder.embedder, device=resolve_device())
     settings = record.recipe.evaluation
-    whole = _open(record, source, root, columns)
-    catalog, split, train, notes = _evaluated_images(record, embedder, whole, source)
+    catalog = _open(record, source, root, columns)
+    catalog, split, train, notes = _evaluated_images(record, embedder, catalog, source)
     notes += check_comparison(catalog, settings.metrics)
     if vectors is None:
-        vectors, catalog, bad = encode_readable(
-            embedder, catalog, progress=lambda done, total: steps("embedding", done, total)
-        )
+        vectors, catalog, bad = encode_readable(embedder, catalog, progress=progress)
         if bad:
             notes.append(f"{len(bad)} images cannot be read and are skipped: {join_first(bad, 3)}")
             check_comparison(catalog, settings.metrics)
@@ -184,7 +183,7 @@ def evaluate_run(
         settings.metrics,
         dims,
         binary=embedder.architecture.binary,
-        progress=lambda done, total: steps("searching", done, total),
+        progress=progress,
     )
     scores = means(scored)
     before = record.selected.get(split, {})
@@ -247,8 +246,8 @@ def _evaluated_images(
         usable = [name for name in ("test", "held_out") if len(rows[name])]
         if not usable:
             raise UsageError(
-                "nothing to evaluate: there are no held-out classes and no test set. Give other "
-                "images with --data"
+                "nothing to evaluate: there are no held-out classes and no test set. Pass other "
+                "images as --data."
             )
         split = next((name for name in usable if name in record.selected), usable[0])
         return catalog.subset(rows[split]), split, train, []

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._util.formatting import join_first
 from proximetry._util.tensors import l2_normalize
 from proximetry.data import Catalog
 from proximetry.models import Embedder
@@ -18,24 +17,22 @@ from proximetry.reports.run_record import RunRecord
 from proximetry.training.checkpoint import read_part
 from proximetry.training.evaluator import encode_catalog
 
-TRAINING_IMAGES = 2000  # at most this number are compared with the proxies
+MAX_IMAGES = 2000  # training images that are compared with the proxies
 
 
 @dataclass(frozen=True, eq=False)
 class RunProxies:
-    """The proxies of the selected epoch, or of the last one if those are gone.
+    """The proxies of a checkpoint.
 
     Attributes:
         epoch: of the checkpoint.
         names: of the classes.
         weight: the proxies, [classes, K, dimensions].
-        is_selected: whether the epoch is the selected one.
     """
 
     epoch: int
     names: list[str]
     weight: Tensor
-    is_selected: bool
 
     @property
     def per_class(self) -> int:
@@ -44,37 +41,25 @@ class RunProxies:
 
 
 def read_proxies(record: RunRecord) -> RunProxies | None:
-    """Read the proxies of a run from the checkpoint of the selected epoch, else from the last.
-
-    None for a run whose loss has no proxies.
+    """Read the proxies of the selected epoch of a run; return None if its loss has none.
 
     Raises:
-        ValueError: if they cannot be read.
+        ValueError: if the checkpoint is missing or damaged.
     """
-    problems, candidates = list[str](), list[RunProxies]()
-    for path in record.folder.checkpoints():
-        try:
-            state, tensors = read_part(path, "loss.proxies")
-            epoch = int(state["state"]["epoch"])
-            if "weight" not in tensors:
-                return None  # a custom loss
-            weight = tensors["weight"].float()
-            if len(weight) < 2 or not bool(torch.isfinite(weight).all()):
-                raise ValueError(f"the proxies in {path} are of one class, or not finite")
-            text = bytes(tensors["names_utf8"].tolist()).decode(errors="surrogateescape")
-            names = json.loads(text) if text else [str(number) for number in range(len(weight))]
-            is_selected = epoch == record.selected.get("epoch")
-            candidates.append(RunProxies(epoch, names, weight, is_selected))
-        except (ValueError, LookupError, TypeError) as error:
-            problems.append(str(error))
-    if not candidates:
-        raise ValueError(join_first(problems, 2) or "the checkpoints of the run are gone")
-    return max(candidates, key=lambda one: (one.is_selected, one.epoch))
+    folder = record.folder
+    # A run that selects no epoch has only the last checkpoint.
+    path = folder.best if folder.best.exists() else folder.last
+    state, tensors = read_part(path, "loss.proxies")
+    if "weight" not in tensors:
+        return None  # a custom loss
+    text = bytes(tensors["names_utf8"].tolist()).decode(errors="surrogateescape")
+    names = json.loads(text) if text else [str(number) for number in range(len(tensors["weight"]))]
+    return RunProxies(state["state"]["epoch"], names, tensors["weight"].float())
 
 
 @dataclass(frozen=True, eq=False)
 class ProxyUse:
-    """The number of proxies per class that are nearest to some of its training images.
+    """The number of proxies per class that are nearest to one of its training images or more.
 
     Attributes:
         images, classes: number of compared images, and of all classes.
@@ -90,21 +75,19 @@ class ProxyUse:
 
 
 def measure_use(proxies: RunProxies, embedder: Embedder, train: Catalog) -> ProxyUse:
-    """Find the nearest proxy of training images of whole classes, sampled with seed 0.
+    """Find the nearest proxy of all training images of classes sampled with seed 0.
 
-    They have at most `TRAINING_IMAGES` images in all, but there is at least one class.
+    These classes have at most `MAX_IMAGES` images together, but there is at least one class.
 
     Raises:
         ValueError: if the embedder is not that of the proxies.
     """
     if embedder.dim != proxies.weight.shape[2] or embedder.architecture.binary:
         raise ValueError("the embedder was changed after training, by PCA or for binary codes")
-    if not proxies.is_selected:
-        raise ValueError("the proxies of the selected epoch are gone")
     order = np.random.default_rng(0).permutation(len(train.class_names))
     images = np.bincount(train.codes, minlength=len(order))[order].cumsum()
-    largest = order[: max(1, int((images <= TRAINING_IMAGES).sum()))]
-    sample = train.subset(np.isin(train.codes, largest))
+    classes = order[: max(1, int((images <= MAX_IMAGES).sum()))]
+    sample = train.subset(np.isin(train.codes, classes))
     vectors = l2_normalize(encode_catalog(embedder, sample).double())[0]
     numbers = {name: number for number, name in enumerate(proxies.names)}
     codes = np.array([numbers[label] for label in sample.labels])

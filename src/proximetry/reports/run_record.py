@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ class RunRecord:
         environment: versions, command, device.
         history: a line per epoch.
         results: of a finished run; else empty.
-        missing: what is missing or damaged, and why.
+        missing: what the report lacks, and why.
     """
 
     path: Path
@@ -38,37 +37,26 @@ class RunRecord:
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:
-        """Read the folder of a run; damaged files are listed as missing."""
+        """Read the folder of a run, which may be unfinished."""
         if not path.is_dir():
-            raise UsageError(f"no such folder: {path}. Give the folder of a run")
-        stages = [
-            RunFolder(folder_path)
-            for folder_path in (path, path / SECOND_STAGE, path / FIRST_STAGE)
-        ]
+            raise UsageError(f"no such folder: {path}. Pass the folder of a run.")
+        stages = [RunFolder(path / name) for name in ("", SECOND_STAGE, FIRST_STAGE)]
         folder = next((stage for stage in stages if stage.recipe.exists()), stages[0])
         if not folder.recipe.exists():
-            raise UsageError(f"not a run folder: {path} has no {folder.recipe.name}")
-        missing: list[str] = []
-
-        def attempt(title: str, read: Callable[[], Any], default: Any) -> Any:
-            try:
-                return read()
-            except (ValueError, TypeError) as error:  # TypeError: not a JSON object
-                missing.append(f"{title}: {error}")
-                return default
-
-        recipe, has_results = Recipe.load(folder.recipe), folder.results.exists()
-        environment = attempt("Environment", lambda: {**read_json(folder.environment, 10**6)}, {})
-        history = attempt("Curves", folder.history, [])
-        results = attempt("Results", folder.read_results, {}) if has_results else {}
-        if not has_results or folder is stages[-1]:
+            raise UsageError(
+                f"not a run folder: {path} has no {folder.recipe.name}. Pass the folder of a run."
+            )
+        recipe, history, missing = Recipe.load(folder.recipe), folder.history(), list[str]()
+        environment = read_json(folder.environment, 10**6)
+        results = folder.read_results() if folder.results.exists() else {}
+        if not results or folder is stages[-1]:
             done = max((int(line["epoch"]) for line in history), default=0)
             first, stage = folder.path, ""
             if first.name in (FIRST_STAGE, SECOND_STAGE):
                 first, stage = first.parent, f" of the {first.name.replace('-', ' ')}"
             missing.append(
                 f"Results: the run is unfinished; {done} of {recipe.training.epochs} epochs{stage} "
-                f"are logged. Call `train` with {first} to resume it"
+                f"are logged. Run `train` with {first} to resume it"
             )
         return cls(path, folder, recipe, environment, history, results, missing)
 

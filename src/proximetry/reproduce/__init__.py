@@ -1,33 +1,24 @@
 """Reproduce published tables: train every row and compare with the published figures.
 
 reproduce("mpa-table4", "~/cub", options=ReproduceOptions(seeds=(0, 1, 2)))
+
+Names are imported on first use.
 """
 
+# ruff: noqa: F403
 from typing import TYPE_CHECKING
 
 from proximetry._util.imports import lazy_exports
-from proximetry.reproduce.table import (
-    ReproduceError,
-    ReproduceOptions,
-    RunsFailedError,
-    Table,
-    list_tables,
-    shipped_tables,
-)
 
 if TYPE_CHECKING:
-    from proximetry.reproduce.runner import Interrupted, reproduce
+    from proximetry.reproduce.runner import *
+    from proximetry.reproduce.table import *
 
-# Imported lazily: the runner needs torch.
-__getattr__ = lazy_exports(__name__, {"runner": ("Interrupted", "reproduce")})
+_EXPORTS = {
+    "runner": "Interrupted reproduce",
+    "table": "ReproduceError ReproduceOptions RunsFailedError Table list_tables shipped_tables",
+}
 
-__all__ = [
-    "Interrupted",
-    "ReproduceError",
-    "ReproduceOptions",
-    "RunsFailedError",
-    "Table",
-    "list_tables",
-    "reproduce",
-    "shipped_tables",
-]
+__all__ = [name for names in _EXPORTS.values() for name in names.split()]
+
+__getattr__ = lazy_exports(__name__, {module: names.split() for module, names in _EXPORTS.items()})

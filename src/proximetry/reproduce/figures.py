@@ -1,4 +1,4 @@
-"""Figures of a table as SVG, the same bytes from the same numbers."""
+"""Figures of a table as deterministic SVG."""
 
 import math
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ def figure_names(results: Results) -> dict[str, str]:
 
 
 def why_no_seconds(results: Results) -> str:
-    """Return why seconds of the runs cannot be compared; empty if they can."""
-    most = max((record.parallel or 1 for record in results.runs), default=1)
-    if most > 1:
-        return f"up to {most} runs shared the device"
+    """Return why the seconds of the runs are not comparable, or an empty text."""
+    parallel = max((record.parallel or 1 for record in results.runs), default=1)
+    if parallel > 1:
+        return f"up to {parallel} runs shared the device"
     devices = sorted({record.device for record in results.runs})
-    return f"the runs were made on several devices ({', '.join(devices)})" if devices[1:] else ""
+    return f"the runs used several devices ({', '.join(devices)})" if devices[1:] else ""
 
 
 def draw(results: Results, folder: Path) -> None:
-    """Draw what the runs so far allow, and remove outdated figures."""
+    """Draw the figures of the runs so far, and remove outdated ones."""
     names = figure_names(results)
     for name in _NAMES:
         if name in names:
@@ -50,15 +50,15 @@ def _sweep(results: Results) -> str:
     table, figure, series = results.table, results.table.figure, {}
     assert figure is not None
     backbones = ", ".join(sorted({r.recipe["model"]["backbone"] for r in results.runs}))
-    ours = [(row.x or 0.0, sample(results.runs_of[row.name], "recall@1")) for row in table.rows]
+    samples = [(row.x or 0.0, sample(results.runs_of[row.name], "recall@1")) for row in table.rows]
     series[f"ours ({backbones})"] = [
         (x, math.nan) if s is None else (x, s.mean, s.std) if s.std else (x, s.mean)
-        for x, s in ours
+        for x, s in samples
     ]
-    theirs = [(row.x or 0.0, row.published.get("recall@1", math.nan)) for row in table.rows]
-    if not all(math.isnan(y) for _, y in theirs):
-        series[f"published ({table.published.backbone})"] = [*theirs]
-    ticks = [x for x, _ in ours]
+    published = [(row.x or 0.0, row.published.get("recall@1", math.nan)) for row in table.rows]
+    if not all(math.isnan(y) for _, y in published):
+        series[f"published ({table.published.backbone})"] = [*published]
+    ticks = [x for x, _ in samples]
     return line_chart(
         "recall@1 (%)", series, x_label=figure.label, log=figure.log, x_ticks=ticks, file=True
     )

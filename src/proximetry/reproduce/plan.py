@@ -18,11 +18,11 @@ from proximetry.reproduce.table import (
 )
 from proximetry.training.schedule import drop_epochs
 
-_NEVER = 1_000_000  # more epochs than any run has
+_NEVER = 1_000_000  # interval of evaluations beyond the epochs of any run
 
 Kind = Literal["full", "selection", "held_out"]
 
-# What `auto` stands for, by name: runs of different devices are not mixed.
+# Explicit values of `auto`, so that runs of different devices are not mixed.
 _ON_GPU = {"training.precision": "bfloat16", "training.cuda_graph": True}
 _ON_CPU = {"training.precision": "float32", "training.cuda_graph": False}
 
@@ -64,9 +64,10 @@ def command_for(
     selected: Sequence[Row],
     epochs_overridden: bool,
 ) -> str:
-    """Return the command that repeats runs; it has the options that differ from the table.
+    """Return the command that repeats runs, with the options that differ from the table.
 
-    ``selected`` are the rows whose epoch is also selected.
+    Args:
+        selected: the rows whose epoch is also selected.
     """
     model, default = recipe["model"], table.recipe_values(table.row(row)).get("model", {})
     datasets = {table.dataset(row) for row in table.rows}
@@ -85,14 +86,16 @@ def command_for(
 
 
 def plan(table: Table, options: ReproduceOptions, on_gpu: bool = False) -> list[PlannedRun]:
-    """Return all runs of a table, seed by seed, so that a first complete column is there early."""
+    """Return all runs of a table, seed by seed."""
     seeds = options.seeds
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
         raise ReproduceError(
-            f"seeds must be different whole numbers from 0 on, at least one; got {list(seeds)}"
+            f"seeds must be distinct integers of at least 0, got {list(seeds)}. Pass at least one."
         )
     if options.selection and table.protocol == "held_out":
-        raise ReproduceError(f"table {table.name} is evaluated on held-out classes as it is")
+        raise ReproduceError(
+            f"table {table.name} is evaluated on held-out classes already. Omit --selection."
+        )
     rows = [table.row(name) for name in dict.fromkeys(options.rows)] or table.rows
     kind: Kind = "full" if table.protocol == "last" else "held_out"
     runs = [make_run(table, row, seed, kind, options, on_gpu) for seed in seeds for row in rows]
@@ -148,8 +151,8 @@ def make_run(
 def scale(recipe: Recipe, epochs: int) -> Recipe:
     """Scale a recipe to another number of epochs.
 
-    Frozen epochs, learning-rate drops and evaluation interval scale too, rounded to whole epochs,
-    at least one; a step that would not be a whole number of epochs becomes milestones.
+    Frozen epochs, learning-rate drops and evaluation interval scale too and are rounded to at
+    least one epoch; a step schedule whose interval is not an integer becomes milestones.
     """
     if epochs < 1:
         raise ReproduceError(f"epochs must be at least 1, got {epochs}")
@@ -161,7 +164,7 @@ def scale(recipe: Recipe, epochs: int) -> Recipe:
     frozen = scaled(schedule.freeze_backbone_epochs) if schedule.freeze_backbone_epochs else 0
     if epochs <= frozen:
         raise ReproduceError(
-            f"the backbone is frozen for all epochs: {epochs}. Give --epochs {frozen + 1} or more."
+            f"the backbone is frozen for all epochs: {epochs}. Use --epochs {frozen + 1} or more."
         )
     changes: dict[str, Any] = {
         "training.epochs": epochs,

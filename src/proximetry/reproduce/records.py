@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from proximetry._util.files import atomic_write, parse_json
 from proximetry.recipe.auto import keep_choices
-from proximetry.recipe.loading import RecipeError, differences, validation_message
+from proximetry.recipe.loading import differences, validation_message
 from proximetry.recipe.schema import Recipe, Section
 from proximetry.reproduce.plan import Kind, PlannedRun, run_id
 from proximetry.reproduce.table import ReproduceError, Row, Table, slugify
@@ -94,7 +94,7 @@ def read_runs(folder: Path) -> list[Record]:
             message = isinstance(error, ValidationError) and validation_message(error, Record)
             raise ReproduceError(
                 f"{path}, line {number}: invalid run ({message or error}). Remove the line to run "
-                "it again, or use another --out"
+                "it again, or use another --out."
             ) from error
         runs[record.table, record.id] = record
     return list(runs.values())
@@ -107,21 +107,16 @@ def read_records(folder: Path, table: Table | None = None) -> dict[str, Record]:
         if table is not None and record.row not in [row.name for row in table.rows]:
             raise ReproduceError(
                 f"{folder / RUNS}: {name}: unknown row {record.row!r}. Remove its line, or use "
-                "another --out"
+                "another --out."
             )
     return records
 
 
-def check_same(name: str | Path, before: dict[str, Any], run: PlannedRun) -> None:
-    """Raise if ``name``, a run, was made with another recipe.
+def check_same(name: str | Path, existing: Recipe, run: PlannedRun) -> None:
+    """Raise if the run ``name`` has a recipe that differs from the planned one.
 
     Keys that do not change results, or only floating-point rounding, may differ.
     """
-    remedy = "Use another --out, or remove it to run it again"
-    try:
-        existing = Recipe.load(before)
-    except RecipeError as error:
-        raise ReproduceError(f"{name} has an invalid recipe: {error}. {remedy}") from error
     old, new = (
         recipe.without_paths().keys_without_roles(without=("metadata", "path", "runtime"))
         for recipe in (existing, keep_choices(run.recipe, existing))
@@ -130,7 +125,10 @@ def check_same(name: str | Path, before: dict[str, Any], run: PlannedRun) -> Non
         values["model.weights"] = Path(values["model.weights"]).name
     changed = differences(old, new)
     if changed:
-        raise ReproduceError(f"{name} has another recipe: {'; '.join(changed[:3])}. {remedy}")
+        raise ReproduceError(
+            f"{name} has another recipe: {'; '.join(changed[:3])}. Use another --out, or remove it "
+            "to run it again."
+        )
 
 
 class Results:
@@ -161,12 +159,12 @@ class Results:
         return cls(table, read_records(folder, table).values())
 
     def selected(self) -> tuple[Row, ...]:
-        """Return the rows whose epoch was to be selected, as far as the runs show."""
+        """Return the rows whose epoch the runs select; all rows if the table does not list them."""
         rows = self.table.selected_rows() if self.selection else ()
         return rows if self.selection.keys() <= {row.name for row in rows} else self.table.rows
 
     def missing(self) -> list[str]:
-        """Return the ids of the runs that a complete table of these seeds would also have."""
+        """Return the ids of the runs that are missing for a complete table of these seeds."""
         existing = {record.id for record in self.everything}
         names = [run_id(row.slug, seed, "full") for seed in self.seeds for row in self.table.rows]
         names += [run_id(row.slug, 0, "selection") for row in self.selected()]

@@ -22,7 +22,7 @@ from proximetry.models import Embedder
 from proximetry.models.backbones import check_name
 from proximetry.recipe.schema import AUTO, Recipe
 from proximetry.reproduce.figures import draw
-from proximetry.reproduce.markdown import page
+from proximetry.reproduce.page import page
 from proximetry.reproduce.plan import PlannedRun, make_run, plan
 from proximetry.reproduce.records import RUNS, Record, Results, check_same, read_records
 from proximetry.reproduce.statistics import sample
@@ -103,17 +103,17 @@ def reproduce(
     report: Report = lambda line: None,
     start: Callable[[Job], Child] = start_process,
 ) -> Path:
-    """Run every row of a published table that is not done yet; return the folder of its results.
+    """Run every row of a published table that is not complete; return the folder of its results.
 
-    The folder ``out/<table>`` gets the runs (runs.jsonl), README.md with ours beside the published
-    figures, and charts. To resume an interrupted command, repeat it.
+    The folder ``out/<table>`` contains the runs (runs.jsonl), README.md with our metrics and the
+    published ones, and charts. To resume an interrupted command, repeat it.
 
     Args:
         table: the name of a shipped table, a YAML file, or a table.
         data: folder of the table's dataset, or one that holds it under the dataset's name.
         out: parent of the folder of the table.
         options: seeds, device and other options.
-        report: receives a line for every finished run, and other progress.
+        report: called with a line for every finished run, and other messages.
         start: starts the process of a run.
 
     Raises:
@@ -125,7 +125,9 @@ def reproduce(
     home = Path(out) / study.name
     if options.render:
         if not (home / RUNS).exists():
-            raise ReproduceError(f"no results to render: {home}. Pass their folder as --out")
+            raise ReproduceError(
+                f"no results to render: {home}. Pass the parent of their folder as --out."
+            )
         _write(study, home)
         return home
     if options.parallel < 1:
@@ -141,16 +143,14 @@ def reproduce(
         existing = _check_existing(study, home, options, on_gpu)
         if not options.keep_runs:
             _remove_temporary_files(home, [run.id for run in runs if run.id in existing])
-        left = [run for run in runs if run.id not in existing]
-        parallel, jobs = min(options.parallel, len(left)), []
-        for run in left:
+        remaining = [run for run in runs if run.id not in existing]
+        parallel, jobs = min(options.parallel, len(remaining)), []
+        for run in remaining:
             root, _ = datasets[run.recipe.data.dataset]
-            placed = replace(run, recipe=run.recipe.override({"data.root": root}))
-            jobs.append(Job(placed, home / "work", str(device), parallel))
+            run = replace(run, recipe=run.recipe.override({"data.root": root}))
+            jobs.append(Job(run, home / "work", str(device), parallel))
             _check_interrupted(jobs[-1])
-        report(f"{study.name}: {len(runs)} runs, {len(runs) - len(left)} of them done already")
-        if parallel > 1 and study.figure is not None and study.figure.kind == "curves":
-            report("seconds of concurrent runs are neither drawn nor compared")
+        report(f"{study.name}: {len(runs)} runs, {len(runs) - len(remaining)} of them done already")
 
         def finish(job: Job, code: int) -> str:
             catalog = datasets[job.run.recipe.data.dataset][1]
@@ -209,7 +209,7 @@ def _perform(
                 report(f"{job.run}: {message}; {len(waiting) + len(running)} left")
             if not ended:
                 time.sleep(0.1)
-    finally:  # processes are left only after an interruption
+    finally:  # children still run only after an interruption
         for _, child in running:
             child.terminate()  # SIGTERM: the run saves at its next step
         for _, child in running:
@@ -223,11 +223,6 @@ def _make_record(
     """Return the record of a run whose process ended with this code."""
     if code:
         raise _failure(job, code)
-    try:
-        views = _evaluate_views(job, table, catalog) if table.views else None
-    except (RuntimeError, ValueError, OSError) as error:
-        # The run folder stays for the next time.
-        raise ReproduceError(f"it is trained, but its views were not evaluated: {error}") from error
     run, results, root = job.run, job.folder.read_results(), job.run.recipe.data.root
     environment = parse_json(job.folder.environment.read_text(encoding="utf-8"))
     weights = dict(results["weights"])
@@ -251,7 +246,7 @@ def _make_record(
         curve=[{k: line[k] for k in _CURVE if k in line} for line in job.folder.history()],
         parallel=job.parallel,
         images={split: len(catalog.rows(*names)) for split, names in _SPLITS.items()},
-        views=views,
+        views=_evaluate_views(job, table, catalog) if table.views else None,
         epochs_overridden=options.epochs is not None,
     )
 
@@ -280,9 +275,9 @@ def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[
 
 
 def _failure(job: Job, code: int) -> ReproduceError:
-    """Return why a process ended with this code."""
+    """Return the error of a process that ended with this code."""
     if code < 0:
-        hint = "; perhaps memory ran out" if code == -signal.SIGKILL else ""
+        hint = "; there may not be enough memory" if code == -signal.SIGKILL else ""
         return ReproduceError(f"its process was killed by signal {-code}{hint}")
     text = job.log.read_text(encoding="utf-8", errors="replace") if job.log.exists() else ""
     lines = [line for line in text.splitlines() if line.strip()]
@@ -290,8 +285,8 @@ def _failure(job: Job, code: int) -> ReproduceError:
     if "memory" in last.lower():
         fewer = "a smaller --parallel, or " if job.parallel > 1 else ""
         return ReproduceError(
-            f"too little memory on {job.device}; use {fewer}a custom table file with a smaller "
-            "data.batch_size, a larger training.accumulate or data.cache: pixels"
+            f"not enough memory on {job.device}. Use {fewer}a custom table file with a smaller "
+            "data.batch_size, a larger training.accumulate or data.cache: pixels."
         )
     log = f" (log: {job.log})" if "Traceback" in text else ""
     return ReproduceError(last.removeprefix("proximetry: ") + log)
@@ -352,8 +347,10 @@ def _check_existing(
         run = make_run(table, table.row(record.row), record.seed, record.kind, options, on_gpu)
         where, epochs = f"{home / RUNS}: {name}", record.recipe["training"]["epochs"]
         if record.epochs_overridden and run.recipe.training.epochs == AUTO:
-            raise ReproduceError(f"{where} has --epochs {epochs}. Give it, or use another --out")
-        check_same(where, record.recipe, run)
+            raise ReproduceError(
+                f"{where} was trained with --epochs {epochs}. Pass it, or use another --out."
+            )
+        check_same(where, Recipe.load(record.recipe), run)
     return records
 
 
@@ -365,7 +362,7 @@ def _check_interrupted(job: Job) -> None:
     except (OSError, ValueError):
         saved = None
     if saved is not None:
-        check_same(folder.path, saved.recipe.to_dict(), job.run)
+        check_same(folder.path, saved.recipe, job.run)
     elif folder.path.exists():  # killed while it was created or removed
         folder.acquire()  # its process may still run
         shutil.rmtree(folder.path, ignore_errors=True)
@@ -386,5 +383,5 @@ def _remove_temporary_files(home: Path, names: Iterable[str]) -> None:
         shutil.rmtree(work / name, ignore_errors=True)
         for suffix in ("yaml", "log"):
             (work / f"{name}.{suffix}").unlink(missing_ok=True)
-    with suppress(OSError):  # others are running
+    with suppress(OSError):  # other runs have files in it
         work.rmdir()

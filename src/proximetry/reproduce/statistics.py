@@ -1,4 +1,4 @@
-"""Means, deviations, and whether a claim holds."""
+"""Means and standard deviations over seeds, and whether a claim holds."""
 
 import math
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from proximetry.reproduce.table import Claim
 Verdict = Literal[
     "holds",
     "does not hold",
-    "within the noise",
+    "no significant difference",
     "one seed, not tested",
     "no seed in common",
     "not run",
@@ -96,5 +96,5 @@ def compare_claim(claim: Claim, results: Results) -> ClaimResult:
     if len(seeds) == 1:
         verdict = "one seed, not tested"
     elif limit is None or abs(difference) <= limit:
-        verdict = "within the noise"
+        verdict = "no significant difference"
     return ClaimResult(verdict, published, difference, limit, seeds)

@@ -145,7 +145,7 @@ class Table(Section):
             the evaluated images, and with flip TTA.
         claims: the published order of the rows.
         selection: whether the epoch is also selected on held-out classes, or the rows for which.
-        differences: how our setting differs from the published one, one text each.
+        differences: how the table's setting differs from the published one, one text each.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
@@ -168,9 +168,9 @@ class Table(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         slugs = ["", *(row.slug for row in self.rows)]
-        wrong = [row.name for row in self.rows if slugs.count(row.slug) > 1]
-        if wrong:
-            raise ValueError(f"rows must differ in the letters and digits of their names: {wrong}")
+        duplicates = [row.name for row in self.rows if slugs.count(row.slug) > 1]
+        if duplicates:
+            raise ValueError(f"row names must differ in letters and digits, got {duplicates}")
         names = [*((f"row {row.name!r}", n) for row in self.rows for n in row.published)]
         names += [("claims", claim.metric) for claim in self.claims]
         names += [("figure", "recall@1")] if self.figure else []
@@ -228,7 +228,7 @@ class Table(Section):
         """Return the row of this name."""
         rows = {row.name: row for row in self.rows}
         if name not in rows:
-            raise ReproduceError(f"there is no row {format_value(name)}{suggest(name, rows)}")
+            raise ReproduceError(f"unknown row {format_value(name)}{suggest(name, rows)}")
         return rows[name]
 
     def selected_rows(self, override: bool | None = None) -> tuple[Row, ...]:

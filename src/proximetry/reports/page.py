@@ -1,4 +1,4 @@
-"""HTML pages from the templates of this package; every value is escaped."""
+"""Render HTML pages from the templates of this package; every value is escaped."""
 
 import base64
 import hashlib
@@ -22,7 +22,7 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_LONGEST_NAME = 60
+_MAX_NAME_LENGTH = 60
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # invalid in HTML
 
 
@@ -33,7 +33,7 @@ def percent(value: float | None) -> str:
 
 def short(name: object) -> str:
     """Shorten a name of a class or a file."""
-    return shorten(str(name), _LONGEST_NAME)
+    return shorten(str(name), _MAX_NAME_LENGTH)
 
 
 def signed(value: float) -> str:
@@ -41,9 +41,9 @@ def signed(value: float) -> str:
     return f"{100 * value:+.1f}".replace("-", "−")
 
 
-def interval(one: Interval | None) -> str:
+def interval(bounds: Interval | None) -> str:
     """Format the bounds of an interval in percent; None is a dash."""
-    return "–" if one is None else f"{percent(one.low)} to {percent(one.high)}"
+    return "–" if bounds is None else f"{percent(bounds.low)} to {percent(bounds.high)}"
 
 
 _FILTERS = (data_uri, interval, metric_title, percent, short, signed, format_int)

@@ -1,4 +1,4 @@
-"""The Markdown page of a table, from its runs and the templates of this package."""
+"""Render the Markdown page of a table from its runs and the templates of this package."""
 
 import math
 import re
@@ -23,7 +23,7 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_NEAR = 0.95  # of the best final recall: when a row counts as converged
+_CONVERGED = 0.95  # fraction of the best final recall
 _MAX_NOTES = 3
 
 
@@ -49,8 +49,10 @@ def grid(columns: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
 
 def _values(values: Iterable[Any], missing: str = "the network's own") -> str:
     """Return the distinct values, separated by commas; ``missing`` stands for None."""
-    known = (missing if value is None else value for value in values)
-    texts = (f"{value:g}" if isinstance(value, float) else str(value) for value in known)
+    texts = (
+        missing if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        for value in values
+    )
     return ", ".join(dict.fromkeys(texts))
 
 
@@ -61,10 +63,10 @@ def _render(template: str, results: Results, **values: Any) -> str:
     table = results.table
     values |= {"table": table, "results": results}
     if results.runs:
-        values |= _setting(results) | _differences(results)
+        values |= _training_settings(results) | _differences(results)
         values["ranking"] = table.protocol == "held_out" and _ranking(results)
         values["not_run"] = [name for name, runs in results.runs_of.items() if not runs]
-        findings = [(claim, compare_claim(claim, results)) for claim in table.claims]
+        claims = [(claim, compare_claim(claim, results)) for claim in table.claims]
         selection = next(iter(results.selection.values()), None)
         lines = [] if selection is None else selection.curve
         curves = table.figure is not None and table.figure.kind == "curves"
@@ -75,8 +77,8 @@ def _render(template: str, results: Results, **values: Any) -> str:
             "selection": selection,
             "distractors": any("with_distractors" in line.get("held_out", {}) for line in lines),
             "no_seconds": why_no_seconds(results),
-            "findings": findings,
-            "tested": sum(len(finding.seeds) > 1 for _, finding in findings),
+            "claim_results": claims,
+            "tested": sum(len(result.seeds) > 1 for _, result in claims),
             "during_training": curves and _during_training(results),
             **(_convergence(results) if curves else {}),
             "figures": figure_names(results),
@@ -97,7 +99,7 @@ def _columns(results: Results) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def _metrics(results: Results) -> str:
-    """Return the table itself: ours beside the published figures."""
+    """Return the table of our metrics and the published ones."""
     table, columns = results.table, _columns(results)
     lines: list[list[object]] = []
     for row in table.rows:
@@ -106,8 +108,8 @@ def _metrics(results: Results) -> str:
         def cells(epoch: int | None = None, runs: list[Record] = runs) -> list[object]:
             return [sample(runs, metric, epoch, **of) for metric, of in columns.values()]
 
-        which = f"last epoch, seed{'s' * (len(runs) > 1)} {', '.join(str(r.seed) for r in runs)}"
-        groups: list[list[object]] = [[f"ours, {which if runs else 'not run'}", *cells()]]
+        seeds = f"last epoch, seed{'s' * (len(runs) > 1)} {', '.join(str(r.seed) for r in runs)}"
+        groups: list[list[object]] = [[f"ours, {seeds if runs else 'not run'}", *cells()]]
         groups[0] += [_mean_seconds(runs)] * table.seconds
         if any(cells(0)):
             groups.insert(0, ["untrained", *cells(0)])
@@ -115,8 +117,8 @@ def _metrics(results: Results) -> str:
             epoch = selection.selected_epoch
             groups.append([f"ours, epoch {epoch}, selected on held-out classes", *cells(epoch)])
         if row.published:
-            theirs = [row.published.get(name) for name in columns]
-            texts = [None if value is None else f"{value:.1f}" for value in theirs]
+            published = [row.published.get(name) for name in columns]
+            texts = [None if value is None else f"{value:.1f}" for value in published]
             groups.append([f"published, {table.published.backbone}", *texts])
         width = 1 + len(columns) + table.seconds
         lines += [["", *group, *[None] * (width - len(group))] for group in groups]
@@ -129,7 +131,7 @@ def _mean_seconds(runs: Sequence[Record]) -> str | None:
 
 
 def _ranking(results: Results) -> str:
-    """Return the rows of a search, best first."""
+    """Return the rows of a search in descending order of the first metric."""
     columns = _columns(results)
     lines: list[tuple[float, list[object]]] = []
     for row in results.table.rows:
@@ -157,9 +159,9 @@ def _during_training(results: Results) -> str:
 
 
 def _convergence(results: Results) -> dict[str, Any]:
-    """Return how soon each row comes near to the best."""
+    """Return when each row reaches `_CONVERGED` of the best final recall."""
     final = [sample(runs, "recall@1") for runs in results.runs_of.values()]
-    target = _NEAR * max((s.mean for s in final if s is not None), default=0.0)
+    target = _CONVERGED * max((s.mean for s in final if s is not None), default=0.0)
     keys = {"epoch": "epochs"}
     if not why_no_seconds(results):
         keys["seconds"] = "seconds of training"
@@ -174,18 +176,18 @@ def _convergence(results: Results) -> dict[str, Any]:
     return {"table_of_convergence": grid(["", *keys.values()], lines), "target": target}
 
 
-def _setting(results: Results) -> dict[str, Any]:
-    """Return what was run: data, network, epochs, versions, command."""
+def _training_settings(results: Results) -> dict[str, Any]:
+    """Return data, network, epochs, versions and command of the runs."""
     table, runs, everything = results.table, results.runs, results.everything
     first, environments = runs[0], [record.environment for record in everything]
-    ran = [record.recipe["training"]["epochs"] for record in runs]
+    trained = [record.recipe["training"]["epochs"] for record in runs]
     rows = [table.epochs(table.row(record.row)) for record in runs]
-    planned = [n if isinstance(n, int) else actual for actual, n in zip(ran, rows, strict=True)]
-    epochs = f"{_values(sorted(ran))} epochs"
-    if ran != planned:
+    planned = [n if isinstance(n, int) else actual for actual, n in zip(trained, rows, strict=True)]
+    epochs = f"{_values(sorted(trained))} epochs"
+    if trained != planned:
         published = table.published.epochs
-        of = f"published {published}" if published else f"table's {_values(sorted(planned))}"
-        epochs = f"{_values(sorted(ran))} of the {of} epochs"
+        total = f"published {published}" if published else f"table's {_values(sorted(planned))}"
+        epochs = f"{_values(sorted(trained))} of the {total} epochs"
     commits = {
         e["git"]["commit"][:10] + (" with changes" if e["git"]["changed"] else "")
         for e in environments
@@ -200,7 +202,7 @@ def _setting(results: Results) -> dict[str, Any]:
         "dimensions": _values(map(_dimensions, runs)),
         "weights": _values(map(_weights, runs), "unknown"),
         "epochs": epochs,
-        "scaled": ran != planned,
+        "scaled": trained != planned,
         "dates": sorted(e["started"][:10] for e in environments),
         "environments": environments,
         "gpu": any(record.device != "CPU" for record in everything),
@@ -245,8 +247,8 @@ def _differences(results: Results) -> dict[str, Any]:
 
     def options(key: str) -> list[tuple[Any, str]]:
         values = [getattr(model, key) for model in models]
-        rest = "" if all(values) else ", unless the row overrides it"
-        return [(value, rest) for value in dict.fromkeys(filter(None, values))]
+        note = "" if all(values) else ", unless the row overrides it"
+        return [(value, note) for value in dict.fromkeys(filter(None, values))]
 
     return {
         "drops": _values(at for how, end in ends for at in drop_epochs(how, end) if at < end),

@@ -22,7 +22,7 @@ from proximetry.models import Preprocessing
 
 Array = np.ndarray[Any, Any]
 
-_SIDE = 112
+_DEFAULT_SIDE = 112
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 
@@ -102,7 +102,7 @@ def open_embedder(
     if path.is_file() or path.suffix.lower() == ".onnx":
         return _open_onnx(path, contract, device)
     if contract is not None:
-        raise UsageError(f"--input describes an ONNX file, and {source} is not one")
+        raise UsageError(f"--input applies to ONNX files only, got {source}. Omit --input.")
     # With timm, whose import takes seconds.
     from proximetry.models.hub import load_embedder
 
@@ -178,8 +178,8 @@ def _preprocessing(contract: _Contract, origin: str, shape: Sequence[Any]) -> Pr
     low, high = contract.range
     if low >= high:
         raise UsageError(f"{origin}: range must be [low, high], got {[low, high]}")
-    free = [side if isinstance(side, int) else _SIDE for side in shape]
-    crop = np.broadcast_to(free if contract.size is None else contract.size, 2).tolist()
+    sides = [side if isinstance(side, int) else _DEFAULT_SIDE for side in shape]
+    crop = np.broadcast_to(sides if contract.size is None else contract.size, 2).tolist()
     mean = (low + high) / 2 if contract.mean is None else contract.mean
     std = (high - low) / 2 if contract.std is None else contract.std
     try:
@@ -209,7 +209,7 @@ def _probe(
 ) -> tuple[int | None, int]:
     """Return the batch size of a network, if fixed, and the dimension of its vectors.
 
-    Many files declare any batch size and work with one image only: two images show it.
+    Many files declare a dynamic batch size but accept one image only, so two images are tried.
     """
     problem = ""
     for batch in (fixed,) if fixed else (2, 1):

@@ -1,8 +1,9 @@
-"""Commands that list losses, backbones, recipes, datasets and metrics, from their declarations."""
+"""Commands that list losses, backbones, recipes, datasets and metrics."""
 
 import dataclasses
 import inspect
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +21,43 @@ def losses(name: str | None = None, *, as_json: AsJson = False) -> None:
     from proximetry.losses import LOSSES, PAIR_LOSSES, loss_settings
     from proximetry.losses.pairs import USE
 
-    pairs = {f"pairs/{pair}": one for pair, one in PAIR_LOSSES.items()}
+    pairs = {f"pairs/{pair}": make for pair, make in PAIR_LOSSES.items()}
     document: dict[str, Any] = {}
-    for one in [*LOSSES, *pairs] if name is None else [name]:
-        settings = loss_settings(one)  # an unknown name is an error
-        source: Any = LOSSES.get(one) or pairs[one]
+    for key in [*LOSSES, *pairs] if name is None else [name]:
+        settings = loss_settings(key)  # an unknown name is an error
+        source: Any = LOSSES.get(key) or pairs[key]
         about, *more = (inspect.getdoc(source) or "").replace("``", "").split("\n\n")
-        document[one] = {
+        document[key] = {
             "about": about,
             "more": more,
-            "use": LOSSES[one].use if one in LOSSES else USE,
+            "use": LOSSES[key].use if key in LOSSES else USE,
             "settings": {
                 # The help is Markdown for the documentation.
-                key: {"default": s.default, "type": s.check.kind, "about": s.help.replace("**", "")}
-                for key, s in settings.items()
+                k: {"default": s.default, "type": s.check.kind, "about": s.help.replace("**", "")}
+                for k, s in settings.items()
             },
         }
     if name is None:
         entries = {}
-        for one, loss in document.items():
-            values = {key: s["default"] for key, s in loss["settings"].items() if key != "engine"}
-            defaults = ", ".join(f"{key} {_short(value)}" for key, value in values.items())
-            entries[one] = [loss["about"], defaults]
+        for key, loss in document.items():
+            values = {k: s["default"] for k, s in loss["settings"].items() if k != "engine"}
+            defaults = ", ".join(f"{k} {_format_default(v)}" for k, v in values.items())
+            entries[key] = [loss["about"], defaults]
         print_result(as_json, document, columns(entries))
         return
     loss = document[name]
     paragraphs = [f"{name}: {loss['about']}", *loss["more"], f"When to use it: {loss['use']}"]
     parts = [wrap(text) for text in paragraphs]
     rows = {
-        key: [f"{one['about']} ({one['type']}) [default: {_short(one['default'])}]"]
-        for key, one in loss["settings"].items()
+        key: [f"{s['about']} ({s['type']}) [default: {_format_default(s['default'])}]"]
+        for key, s in loss["settings"].items()
     }
     if rows:
         parts += [f"Settings (--loss.settings.{next(iter(rows))} …):", columns(rows)]
     print_result(as_json, loss, "\n\n".join(parts))
 
 
-def _short(value: Any) -> str:
+def _format_default(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -70,27 +71,27 @@ def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
     from proximetry.models.weights import PACKAGES
     from proximetry.recipe.loading import plain_values, shipped_recipes
 
-    known = extra_backbones() | dict.fromkeys(PACKAGES, "ImageNet weights without a download.")
+    listed = extra_backbones() | dict.fromkeys(PACKAGES, "ImageNet weights without a download.")
     for recipe in shipped_recipes():
         values = plain_values(recipe)
         if values["data"]["dataset"] == "folder":
             network = values["model"]["backbone"].partition(".")[0]  # a tag follows the dot
-            known.setdefault(network, f"`proximetry train IMAGES --recipe {recipe}`.")
-    wild = pattern is not None and set("*?[") & set(pattern)
-    names = list_backbones(pattern if wild and pattern else f"*{pattern or ''}*")
+            listed.setdefault(network, f"`proximetry train IMAGES --recipe {recipe}`.")
+    has_wildcards = pattern is not None and set("*?[") & set(pattern)
+    names = list_backbones(pattern if has_wildcards and pattern else f"*{pattern or ''}*")
     if not names:
-        raise UsageError(f"no backbone has a name like {pattern!r}; try a shorter part of it")
-    matches = {name: about for name, about in known.items() if name in names}
+        raise UsageError(f"no backbone matches {pattern!r}. Try a shorter part of the name.")
+    matches = {name: about for name, about in listed.items() if name in names}
     if pattern is not None or as_json:
-        matches |= {name: known.get(name, "") for name in names}
+        matches |= {name: listed.get(name, "") for name in names}
     text = columns({name: [about] for name, about in matches.items()})
     if pattern is None:
-        text += f"\n\nand {len(names) - len(matches)} more of timm: proximetry backbones 'resnet*'"
+        text += f"\n\nand {len(names) - len(matches)} more in timm: proximetry backbones 'resnet*'"
     print_result(as_json, {name: {"about": about} for name, about in matches.items()}, text)
 
 
 def recipes(name: str | None = None, *, as_json: AsJson = False) -> None:
-    """List the shipped recipes, or print one as a start for your own YAML file.
+    """List the shipped recipes, or print one, for instance to edit a copy.
 
     Args:
         name: the recipe to print.
@@ -129,16 +130,16 @@ def datasets(
     from proximetry.cli.inputs import open_images
     from proximetry.data import list_datasets, resolve_source
 
-    known = list_datasets()
-    facts = {name: dataclasses.asdict(info) for name, info in known.items()}
-    for one in facts.values():
-        del one["reader"]
+    infos = list_datasets()
+    facts = {name: dataclasses.asdict(info) for name, info in infos.items()}
+    for values in facts.values():
+        del values["reader"]
     if source is None:
-        print_result(as_json, facts, columns({name: [str(info)] for name, info in known.items()}))
+        print_result(as_json, facts, columns({name: [str(info)] for name, info in infos.items()}))
         return
     name, folder = resolve_source(source, root)
-    if folder is None and not known[name].built_in:
-        print_result(as_json, facts[name], wrap(str(known[name])))
+    if folder is None and not infos[name].built_in:
+        print_result(as_json, facts[name], wrap(str(infos[name])))
         return
     catalog = open_images(name, folder, names, allow_missing=False)
     document = {
@@ -153,7 +154,7 @@ def datasets(
 
 
 def metrics(*, as_json: AsJson = False) -> None:
-    """List the metrics of `evaluate`, as the options that choose them."""
+    """List the metrics of `evaluate` by the options that choose them."""
     from proximetry.metrics import Metrics
 
     document, entries = {}, {}
@@ -164,3 +165,8 @@ def metrics(*, as_json: AsJson = False) -> None:
         text = " ".join(map(str, values)) or "none"
         entries[f"--{field.name.replace('_', '-')}"] = [f"{about} [default: {text}]"]
     print_result(as_json, document, columns(entries))
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    command.__name__: command for command in (recipes, losses, backbones, datasets, metrics)
+}

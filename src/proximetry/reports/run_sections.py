@@ -14,7 +14,7 @@ from proximetry.metrics import Interval, distinct_proxies, map_embeddings, separ
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.metrics.proxy_separability import SAME_DIRECTION
 from proximetry.metrics.scores import COUNTS
-from proximetry.reports.html import ReportSection, interval, percent, section, short
+from proximetry.reports.page import ReportSection, interval, percent, section, short
 from proximetry.reports.run_evaluation import MAX_MAP_IMAGES, RunEvaluation
 from proximetry.reports.run_proxies import ProxyUse, RunProxies
 from proximetry.reports.run_record import RunRecord
@@ -42,7 +42,7 @@ def metric_names(scores: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def headline(record: RunRecord, run: RunEvaluation | None) -> list[tuple[str, str, str]]:
-    """Return the main figures as (name, value, note), with those before training if known."""
+    """Return the main metrics as (name, value, note), with those before training if recorded."""
     split = next((s for s in SPLITS if s in record.selected), "")
     scores, intervals = record.selected.get(split, {}), {}
     if run is not None:
@@ -135,8 +135,8 @@ def curves_section(record: RunRecord) -> ReportSection:
     for split, title in SPLITS.items():
         series = {metric_title(name): record.curve(split, name) for name in record.metrics}
         for name in record.metrics:
-            among = record.curve(split, "with_distractors", name)
-            series[f"{metric_title(name)} {WITH_DISTRACTORS}"] = among
+            points = record.curve(split, "with_distractors", name)
+            series[f"{metric_title(name)} {WITH_DISTRACTORS}"] = points
         title = f"Metrics, {title}"
         charts.append(
             line_chart(
@@ -225,16 +225,17 @@ def queries_section(run: RunEvaluation) -> ReportSection:
 
 
 def confused_pairs(run: RunEvaluation) -> list[tuple[str, str, int, int]]:
-    """Return pairs of classes, and how often the nearest image of one is of the other, each way.
+    """Return (class a, class b, errors a → b, errors b → a) of confused classes.
 
-    Most frequent first, both ways together; the way that is more frequent comes first.
+    An error a → b is a query of class a whose nearest image is of class b. Pairs are in descending
+    order of both counts together, and a → b is the larger count.
     """
     counts = {(str(a), str(b)): n for a, b, n in run.neighbors.confusions()}
     pairs = []
-    for (one, other), there in counts.items():
-        back = counts.get((other, one), 0)
-        if (there, other) > (back, one):
-            pairs.append((one, other, there, back))
+    for (a, b), forward in counts.items():
+        backward = counts.get((b, a), 0)
+        if (forward, b) > (backward, a):
+            pairs.append((a, b, forward, backward))
     return sorted(pairs, key=lambda pair: (-pair[2] - pair[3], -pair[2], pair[:2]))
 
 
@@ -244,11 +245,11 @@ def classes_section(run: RunEvaluation) -> ReportSection:
     names = [str(label) for label in scored["label"]]
     queries = dict(zip(names, scored["queries"].tolist(), strict=True))
     pairs = confused_pairs(run)
-    first, by = next(iter(run.evaluation.scores)), run.ranking
-    metrics, title = list(dict.fromkeys([first, by])), metric_title(first)
+    first, ranking = next(iter(run.evaluation.scores)), run.ranking
+    metrics, title = list(dict.fromkeys([first, ranking])), metric_title(first)
     rows = [
         (names[i], queries[names[i]], [scored[name][i] for name in metrics])
-        for i in np.lexsort((scored[by], scored[first]))
+        for i in np.lexsort((scored[ranking], scored[first]))
     ]
     bins = np.bincount(np.minimum((scored[first] * 10).astype(int), 10), minlength=11)
     labels = [*(f"{10 * n}–{10 * n + 10}" for n in range(10)), "100"]
@@ -258,21 +259,21 @@ def classes_section(run: RunEvaluation) -> ReportSection:
         "Classes",
         "classes.html",
         pairs=pairs,
-        most_pairs=MAX_CONFUSIONS,
+        max_pairs=MAX_CONFUSIONS,
         queries=queries,
-        examples=[_confused_example(run, one, other) for one, other, *_ in pairs[:6]],
+        examples=[_confused_example(run, a, b) for a, b, *_ in pairs[:6]],
         metric=title,
         chart=bar_chart(f"Classes by {title}", bars, x_label=x_label, y_label="classes"),
         head=["class", "queries", *map(metric_title, metrics)],
         rows=rows,
-        lowest=MAX_CLASSES,
+        max_rows=MAX_CLASSES,
     )
 
 
-def _confused_example(run: RunEvaluation, one: str, other: str) -> dict[str, Any]:
-    """Return the most confident error of a pair of classes: a query and its nearest image."""
+def _confused_example(run: RunEvaluation, a: str, b: str) -> dict[str, Any]:
+    """Return the most confident error a → b: a query and its nearest image."""
     lists = run.neighbors
-    errors = np.flatnonzero((lists.query_labels == one) & (lists.labels[:, 0] == other))
+    errors = np.flatnonzero((lists.query_labels == a) & (lists.labels[:, 0] == b))
     query = int(errors[np.argmax(lists.similarities[errors, 0])])
     return {**image(run, int(run.queries[query])), "neighbors": neighbor_images(run, query, 1)}
 
@@ -313,14 +314,14 @@ def proxies_section(
     last = record.results.get("last", {})
     if proxies is None and "proxies" not in last:
         return None
-    closest, charts, distinct = [], [], 0.0
+    rows, charts, distinct = [], [], 0.0
     angles, epoch = last.get("proxies", {}), last.get("epoch")
     if proxies is not None:
         separation, counts = separability(proxies.weight), distinct_proxies(proxies.weight)
         nearest, angles, epoch = separation.per_class, separation.scores(), proxies.epoch
         distinct = counts.mean()
         degrees = np.degrees(np.arccos(np.clip(nearest, -1, 1)))
-        closest = [
+        rows = [
             [short(proxies.names[i]), f"{nearest[i]:.3f}", f"{degrees[i]:.1f}°"]
             for i in np.argsort(-nearest, kind="stable")[:MAX_CLASSES]
         ]
@@ -341,7 +342,7 @@ def proxies_section(
         use=use,
         charts=charts,
         same_direction=SAME_DIRECTION,
-        closest=closest,
+        rows=rows,
     )
 
 

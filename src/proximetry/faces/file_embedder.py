@@ -1,4 +1,4 @@
-"""Vectors of face images, on one process or several."""
+"""`FileEmbedder`: vectors of image files, in one process or several."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from torch import Tensor
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
 from proximetry.faces import BadImages
-from proximetry.faces.embedder import FaceEmbedder
+from proximetry.faces.face_embedder import FaceEmbedder
 from proximetry.metrics import Identification, Verification
 from proximetry.metrics._search.similarities import normalize
 from proximetry.metrics.distributed import gather_objects, raise_on_all_ranks
@@ -18,20 +18,20 @@ from proximetry.models.encoding import embed_images
 
 
 def describe_rates(result: Verification | Identification, missing: str) -> str:
-    """Return TAR at every FAR, and what is missing for others."""
+    """Return TAR at every FAR as text; FARs that cannot be measured have the text ``missing``."""
     rates = [f"{far:g}: {100 * tar:.2f} %" for far, tar in result.tar_at_far.items()]
     return ", ".join([*rates, *(f"{far:g}: {missing}" for far in result.unmeasurable_far)])
 
 
 def with_notes(lines: list[str], skipped: Sequence[str], what: str, notes: Sequence[str]) -> str:
-    """Return the lines of a result with what was skipped, and the notes, below them."""
+    """Join the lines of a result, the skipped items and the notes."""
     if skipped:
         lines = [*lines, f"{len(skipped)} {what} skipped:", *(f"  {reason}" for reason in skipped)]
     return "\n".join([*lines, *(f"note: {note}" for note in notes)])
 
 
 @dataclass
-class FaceEncoder:
+class FileEmbedder:
     """Embed images in batches, shared among the processes of a group.
 
     ``concat_flip`` appends the vector of the mirror image. ``unreadable`` collects images that
@@ -89,10 +89,10 @@ class FaceEncoder:
         parts = list(chunks(len(files), self.batch_size))
         if self.group is not None:
             parts = parts[dist.get_rank(self.group) :: dist.get_world_size(self.group)]
-        mine = [row for part in parts for row in range(part.start, part.stop)]
+        share = [row for part in parts for row in range(part.start, part.stop)]
 
         def skip(index: int, error: Exception) -> None:
-            file = files[mine[index]]
+            file = files[share[index]]
             reason = str(error).removeprefix(f"{file}: ")
             if self.bad_images == "error":
                 raise ValueError(f"{file}: {reason}. Skip such images with --bad-images skip.")
@@ -101,7 +101,7 @@ class FaceEncoder:
         done = 0
         for indices, vectors in embed_images(
             self.embedder.embed,
-            (files[row] for row in mine),
+            (files[row] for row in share),
             self.embedder.preprocessing,
             device=self.embedder.device,
             batch_size=self.batch_size,
@@ -109,7 +109,7 @@ class FaceEncoder:
             on_error=skip,
             explain_nonfinite=lambda: "its weights may be damaged, or its input settings wrong",
         ):
-            yield [mine[index] for index in indices], vectors
+            yield [share[index] for index in indices], vectors
             done += len(indices)
             if progress is not None:
-                progress(done, len(mine))
+                progress(done, len(share))
