@@ -30,7 +30,7 @@ from proximetry.metrics import binary_codes
 from proximetry.models import Embedder
 from proximetry.search import Gallery, indexes, snapshot
 from proximetry.search.exact import Part, Store
-from proximetry.search.rows import table
+from proximetry.search.metadata import from_columns
 
 SIZES = {"small": (60_502, 11_316), "large": (1_000_000, 100_000)}
 DIM, K = 512, 10
@@ -109,7 +109,7 @@ def compare(
 ) -> Any:
     count = len(vectors)
     embedder = Embedder.create("small_convnet", DIM, weights="none", image_size=24)
-    rows = table({"path": [f"/images/{i:07d}.jpg" for i in range(count)]})
+    rows = from_columns({"path": [f"/images/{i:07d}.jpg" for i in range(count)]})
     folder = home / f"{size}-{kind.replace(',', '-')}"
     start = time.perf_counter()
     Gallery.build(embedder, rows, folder, kind, vectors=vectors)
@@ -149,7 +149,7 @@ def compare(
         print(f"  {batch} at a time: {shown}", flush=True)
     times = []
     for turn in range(3):
-        more_rows = table({"path": [f"/more/{turn}-{i}.jpg" for i in range(1000)]})
+        more_rows = from_columns({"path": [f"/more/{turn}-{i}.jpg" for i in range(1000)]})
         start = time.perf_counter()
         gallery.add(more_rows, vectors=vectors[:1000])
         times.append(time.perf_counter() - start)
@@ -174,7 +174,7 @@ def measure_filters(kind: str, count: int, dim: int, per_class: int, home: Path)
     labels = draw.integers(classes, size=count)
     embedder = Embedder.create("small_convnet", dim, weights="none", image_size=24)
     names = [f"/images/{i:07d}.jpg" for i in range(count)]
-    rows = table({"path": names, "label": list(map(str, labels))})
+    rows = from_columns({"path": names, "label": list(map(str, labels))})
     start = time.process_time()
     gallery = Gallery.build(
         embedder, rows, home / kind.replace(",", "-"), kind, vectors=some(labels)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from proximetry.metrics import retrieve
-from proximetry.search import Gallery, gallery, manifest, staging
+from proximetry.search import Gallery, gallery, manifest, new_images
 from tests.interrupt import completes, kill_at
 from tests.search.conftest import make_embedder, make_table, make_vectors
 from tests.training.tiny import make_images
@@ -242,9 +242,9 @@ def main(home):
     os.fsync = lambda handle: None  # which takes time, and matters where the power fails
     gallery.MAX_MERGE_ROWS = 1000
     manifest.GRACE = 0  # so that the next change removes replaced segments
-    staging.CHUNK = 4
+    new_images.CHUNK = 4
     resumed = resume_build(home / "resumed")
-    staging.CHUNK = 2
+    new_images.CHUNK = 2
     results = {
         "resumed": resumed,
         "build": interrupt(build, [], home / "build"),

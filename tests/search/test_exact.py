@@ -14,7 +14,7 @@ from proximetry.metrics._search.neighbors import largest
 from proximetry.search import duplicates
 from proximetry.search.duplicates import compare_all, group_pairs
 from proximetry.search.exact import Part, Store
-from proximetry.search.segments import no_progress
+from proximetry.search.segment import no_progress
 
 
 def make_store(vectors, similarity, edges=()):
@@ -145,7 +145,7 @@ def test_group_pairs_returns_connected_components():
 
 
 def test_too_many_pairs_are_rejected(monkeypatch):
-    monkeypatch.setattr(duplicates, "_MOST_PAIRS", 100)
+    monkeypatch.setattr(duplicates, "_MAX_PAIRS", 100)
     store, _ = make_store(np.ones((40, 4), np.float32) / 2, "cosine")
     with pytest.raises(ValueError, match="more than 100 pairs"):
         compare_all(store, np.arange(40), 0.9, no_progress)

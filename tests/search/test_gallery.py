@@ -19,7 +19,7 @@ from proximetry._util.files import CHECKSUM, json_with_checksum
 from proximetry.data import Catalog, open_image
 from proximetry.metrics import expand_queries, k_reciprocal_distances, retrieve
 from proximetry.metrics._search.embeddings import normalize
-from proximetry.search import Gallery, duplicates, indexes, manifest, rows, snapshot
+from proximetry.search import Gallery, duplicates, indexes, manifest, metadata, snapshot
 from proximetry.search import gallery as gallery_module
 from proximetry.search.manifest import DamagedGalleryError
 from tests.search.conftest import DIM, make_embedder, make_table, make_vectors, names
@@ -71,7 +71,7 @@ def test_labels_of_a_list_of_files(embedder, images, tmp_path):
     (unchanged,) = found.update(files[:1])  # keeps its class
     (relabeled,) = found.update(files[1:2], labels=["d"])
     assert found.rows([unchanged, relabeled])["label"] == ["a", "d"]
-    table = rows.table({"path": files[4:], "label": ["a", None], "year": [1990, None]})
+    table = metadata.from_columns({"path": files[4:], "label": ["a", None], "year": [1990, None]})
     found.update(table)
     ids = found.update(files[4:])
     assert found.rows(ids) == {"path": files[4:], "label": ["a", None], "year": [1990, None]}
@@ -88,8 +88,8 @@ def test_shard_members_reject_path_traversal(images, tmp_path):
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:
         for member in members:
             tar.add(image, member)
-    found = rows.make_rows([f"{tmp_path}/sub/../shard.tar::{member}" for member in members])
-    paths = rows.values(found["path"])
+    found = metadata.from_images([f"{tmp_path}/sub/../shard.tar::{member}" for member in members])
+    paths = metadata.values(found["path"])
     assert paths == [f"{tmp_path}/shard.tar::{member}" for member in members]
     for path in paths:
         open_image(path)
@@ -98,8 +98,10 @@ def test_shard_members_reject_path_traversal(images, tmp_path):
 def test_symlink_parent_is_resolved(tmp_path):
     (tmp_path / "far" / "inner").mkdir(parents=True)
     (tmp_path / "near").symlink_to(tmp_path / "far" / "inner")
-    found = rows.make_rows([str(tmp_path / "near" / ".." / "1.png"), str(tmp_path / "near/2.png")])
-    assert rows.values(found["path"]) == [f"{tmp_path}/far/1.png", f"{tmp_path}/near/2.png"]
+    found = metadata.from_images(
+        [str(tmp_path / "near" / ".." / "1.png"), str(tmp_path / "near/2.png")]
+    )
+    assert metadata.values(found["path"]) == [f"{tmp_path}/far/1.png", f"{tmp_path}/near/2.png"]
 
 
 def test_where_filters_exactly(gallery):
@@ -118,7 +120,7 @@ def test_where_filters_exactly(gallery):
 
 
 def test_numeric_columns_and_missing_values(embedder, tmp_path):
-    table = rows.table({"path": names(0, 3), "year": [1990, 2001, 2001]})
+    table = metadata.from_columns({"path": names(0, 3), "year": [1990, 2001, 2001]})
     found = Gallery.build(embedder, table, tmp_path / "g", vectors=make_vectors(3))
     found.add(make_table(3, 2), vectors=make_vectors(2, seed=1))
     assert found.ids({"year": 2001}).tolist() == [1, 2]
@@ -140,7 +142,7 @@ def test_column_type_may_widen(embedder, tmp_path, monkeypatch):
     )  # segments keep the types they came with
 
     def table(first, **columns):
-        return rows.table({"path": names(first, 2), **columns})
+        return metadata.from_columns({"path": names(first, 2), **columns})
 
     found = Gallery.build(
         embedder, table(0, size=[9, 10], hue=[None] * 2), tmp_path / "g", vectors=make_vectors(2)
@@ -361,8 +363,8 @@ def test_bit_flips_never_reach_a_new_gallery(tmp_path, similarity):
             except (DamagedGalleryError, UsageError):  # such as no image of class1
                 pass
             else:
-                assert file.name in ("vectors.npy", "squares.npy", "rows.arrow")
-                if file.name == "rows.arrow":
+                assert file.name in ("vectors.npy", "squares.npy", "metadata.arrow")
+                if file.name == "metadata.arrow":
                     assert np.array_equal(ids, expected)
             for change in (
                 built.verify,
@@ -516,7 +518,7 @@ def test_adding_rewrites_only_small_segments(gallery, monkeypatch):
 @pytest.fixture
 def indexed(monkeypatch):
     """Indexes for small galleries too."""
-    monkeypatch.setattr(indexes, "LEAST_INDEXED", 500)
+    monkeypatch.setattr(indexes, "MIN_INDEXED_ROWS", 500)
 
 
 @pytest.mark.parametrize(
@@ -591,8 +593,8 @@ def test_empty_gallery(gallery):
 def test_compact_reports_the_index(gallery, monkeypatch):
     lines = []
     gallery.compact(report=lines.append)
-    monkeypatch.setattr(indexes, "MOST_EXACT", 50)
-    monkeypatch.setattr(indexes, "LEAST_INDEXED", 50)
+    monkeypatch.setattr(indexes, "MAX_FLAT_ROWS", 50)
+    monkeypatch.setattr(indexes, "MIN_INDEXED_ROWS", 50)
     gallery.compact(report=lines.append)
     assert lines == [
         "index: Flat for 60 images: every search is exact",
@@ -621,12 +623,12 @@ def test_duplicates_allow_for_rounding_of_the_cosine(gallery):
     assert sorted(found.pairs.tolist()) == [[i, i + 60] for i in range(60)]
 
 
-@pytest.mark.parametrize("compared", [0, duplicates.COMPARED])
+@pytest.mark.parametrize("compared", [0, duplicates.MAX_COMPARED_ROWS])
 @pytest.mark.parametrize("kind", ["HNSW16", "IVF8,Flat"])
 def test_duplicates_with_an_index_are_complete(
     embedder, tmp_path, indexed, monkeypatch, kind, compared
 ):
-    monkeypatch.setattr(duplicates, "COMPARED", compared)
+    monkeypatch.setattr(duplicates, "MAX_COMPARED_ROWS", compared)
     monkeypatch.setattr(snapshot, "MIN_LIST_SHARE", 1)
     vectors = make_vectors(1500)
     vectors[300:310] = vectors[:10]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from proximetry.search import Gallery, staging
+from proximetry.search import Gallery, new_images
 from tests.search.conftest import DIM, make_embedder
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def test_killed_changes_are_atomic_and_resume(tmp_path):
 @pytest.fixture
 def interrupted(images, tmp_path, monkeypatch):
     """A build of twelve images in three chunks that stopped at a thirteenth one."""
-    monkeypatch.setattr(staging, "CHUNK", 4)
+    monkeypatch.setattr(new_images, "CHUNK", 4)
     folder = shutil.copytree(images, tmp_path / "images")
     files = [str(path) for path in sorted(folder.rglob("*.png"))[:12]]
     (tmp_path / "bad.png").write_bytes(b"no image")
@@ -56,9 +56,9 @@ def flip(file):
 
 
 def rewrite(file, change):
-    keys, vectors = staging._load(file, DIM)
+    keys, vectors = new_images._load(file, DIM)
     file.unlink()
-    staging._write(file.parent, change(vectors), [staging.Stamp(0, 0, key) for key in keys])
+    new_images._write(file.parent, change(vectors), [new_images.Stamp(0, 0, key) for key in keys])
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_damaged_staged_vectors_are_embedded_again(interrupted, damage):
 
 
 def test_image_replaced_with_equal_size_and_mtime_is_embedded_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "CHUNK", 2)
+    monkeypatch.setattr(new_images, "CHUNK", 2)
     draw = np.random.default_rng(0)
 
     def save(file):
@@ -101,7 +101,7 @@ def test_image_replaced_with_equal_size_and_mtime_is_embedded_again(tmp_path, mo
 
 
 def test_staged_vectors_are_swept_after_the_grace_period(gallery, images, monkeypatch):
-    monkeypatch.setattr(staging, "CHUNK", 4)
+    monkeypatch.setattr(new_images, "CHUNK", 4)
     files = [str(path) for path in sorted(images.rglob("*.png"))[:8]]
     with pytest.raises(ValueError, match="no such file"):
         gallery.add([*files, "/nowhere.png"])

@@ -12,7 +12,7 @@ from proximetry import cli
 from proximetry._util.errors import UsageError
 from proximetry.data import Catalog
 from proximetry.metrics import retrieve
-from proximetry.search import Gallery, milvus, rows, staging
+from proximetry.search import Gallery, metadata, milvus
 from tests.search.conftest import make_embedder, make_table, make_vectors, names
 
 pytest.importorskip("milvus_lite")
@@ -167,7 +167,7 @@ def test_any_text_is_stored_and_filtered(embedder, address):
     paths = [f"/images/{text.replace(chr(47), '_')}{row}" for row, text in enumerate(HOSTILE)]
     columns = {"path": paths, "label": HOSTILE, 'odd "name\\': HOSTILE[::-1], "vector": HOSTILE}
     found = Gallery.build(
-        embedder, rows.table(columns), address, vectors=make_vectors(len(HOSTILE))
+        embedder, metadata.from_columns(columns), address, vectors=make_vectors(len(HOSTILE))
     )
     ids = by_path(found, paths)
     assert {name: found.rows(ids)[name] for name in columns} == columns
@@ -181,10 +181,10 @@ def test_any_text_is_stored_and_filtered(embedder, address):
 
 def test_numeric_columns_and_missing_values(embedder, address):
     columns = {"year": [1990, 2001, 2001], "ok": [True, False, None], "x": [0.5, 2, 3]}
-    table = rows.table({"path": names(0, 3), **columns})
+    table = metadata.from_columns({"path": names(0, 3), **columns})
     found = Gallery.build(embedder, table, address, vectors=make_vectors(3))
     other = Gallery.open(address)
-    more = rows.table({"path": names(3, 2), "label": ["a", "b"], "color": ["red", "7"]})
+    more = metadata.from_columns({"path": names(3, 2), "label": ["a", "b"], "color": ["red", "7"]})
     found.add(more, vectors=make_vectors(2, seed=1))
     other.refresh()
     ids = by_path(found, names(0, 5))
@@ -224,7 +224,7 @@ def test_approximate_index(embedder, address):
 
 def test_interrupted_build_resumes(embedder, images, address, monkeypatch):
     catalog = Catalog.from_folder(images)
-    monkeypatch.setattr(staging, "CHUNK", 10)
+    monkeypatch.setattr(new_images, "CHUNK", 10)
     encode, done = type(embedder).encode, []
 
     def count(self, files, *args, **options):
@@ -318,7 +318,7 @@ def test_errors_of_milvus_name_the_address(embedder, file, address, monkeypatch)
 
 
 def test_largest_k(embedder, address, monkeypatch):
-    monkeypatch.setattr(milvus, "MOST", 50)
+    monkeypatch.setattr(milvus, "MAX_K", 50)
     table, vectors = make_table(0, 120), np.tile(make_vectors(1), (120, 1))
     found = Gallery.build(embedder, table, address, vectors=vectors)
     result = found.search(vectors[:1], 10)  # a hundred and twenty are equally near

@@ -13,8 +13,7 @@ from PIL import Image
 from proximetry import metrics
 from proximetry.data import Catalog
 from proximetry.search import Gallery
-from proximetry.web import make_app, view
-from proximetry.web import map as gallery_map
+from proximetry.web import gallery_map, live_gallery, make_app
 from proximetry.web.middleware import AccessMiddleware
 from tests.processes import Process
 from tests.search.conftest import make_embedder
@@ -70,7 +69,7 @@ def shared(tmp_path_factory):
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     """A gallery that a test may change, and that is checked every time."""
-    monkeypatch.setattr(view, "_CHECK_EVERY", 0.0)
+    monkeypatch.setattr(live_gallery, "_CHECK_EVERY", 0.0)
     return make_gallery(tmp_path)
 
 

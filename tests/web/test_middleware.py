@@ -148,7 +148,7 @@ def test_uploads_that_are_not_images_are_rejected(client, name, content, token):
 
 
 def test_large_endless_and_mislabeled_uploads_are_rejected(client, monkeypatch):
-    monkeypatch.setattr(middleware, "MOST_BYTES", 50_000)
+    monkeypatch.setattr(middleware, "MAX_BYTES", 50_000)
     rejected(upload(client, bytes(60_000)), 413, "50 kB")
     assert upload(client, png()).status_code == 200
     head = b'--b\r\nContent-Disposition: form-data; name="image"; filename="x"\r\n\r\n'
@@ -282,7 +282,7 @@ def test_security_headers(client):
 
 
 def test_overload_is_answered_503(shared, monkeypatch):
-    monkeypatch.setattr(middleware, "MOST_SEARCHES", 3)
+    monkeypatch.setattr(middleware, "MAX_SEARCHES", 3)
     release, plain = Event(), Gallery.search
 
     def slow(*arguments, **options):

@@ -54,7 +54,7 @@ def index(
         for word in images:
             check_exists(Path(word).expanduser())  # before torch is imported
     from proximetry.search.manifest import EMBEDDER, MANIFEST, is_milvus
-    from proximetry.search.staging import distributed_workers, worker_loop
+    from proximetry.search.new_images import distributed_workers, worker_loop
 
     with processes(device) as world:
         device = str(world.device) if world.size > 1 else device
@@ -127,7 +127,7 @@ def _index(
     """Build a gallery, or add the new images to it; return it and their number."""
     from proximetry.search import Gallery
     from proximetry.search.manifest import EMBEDDER
-    from proximetry.search.rows import arrow, values
+    from proximetry.search.metadata import arrow, values
 
     if not exists:
         if model is None:
@@ -162,7 +162,7 @@ def _find_rows(
     """Return the images of files, folders, tables and shards, and notes on them."""
     from proximetry.cli.inputs import find_catalog, find_images
     from proximetry.data import VectorCatalog
-    from proximetry.search import rows
+    from proximetry.search import metadata
 
     tables, notes = [], []
     for word in words:
@@ -170,14 +170,16 @@ def _find_rows(
         if isinstance(catalog, VectorCatalog) and not catalog.has_paths:
             raise UsageError(f"galleries store images; {word} has vectors without paths")
         if catalog is not None:
-            tables.append(rows.make_rows(catalog))
+            tables.append(metadata.from_images(catalog))
             notes += catalog.remarks()
         elif (files := find_images([word]))[0]:
             paths, labels = zip(*files[0], strict=True)
-            tables.append(rows.table({"path": [*map(rows.absolute, paths)], "label": labels}))
+            tables.append(
+                metadata.from_columns({"path": [*map(metadata.absolute, paths)], "label": labels})
+            )
             notes += files[1]
     if not tables:
         raise UsageError(f"no images in {', '.join(words) or 'the arguments'}. Pass some.")
-    table = rows.stack(tables)
+    table = metadata.concat(tables)
     first = {path: row for row, path in reversed([*enumerate(table["path"].to_pylist())])}
-    return table.take(rows.arrow().array(sorted(first.values()))), notes
+    return table.take(metadata.arrow().array(sorted(first.values()))), notes

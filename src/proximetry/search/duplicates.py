@@ -22,14 +22,14 @@ from proximetry.metrics._search.embeddings import full_precision
 from proximetry.metrics._search.task import connected_components
 from proximetry.models import Embedder
 from proximetry.search.exact import FloatArray, Part, Scores, Store, take
-from proximetry.search.segments import prepare_vectors
+from proximetry.search.segment import prepare_vectors
 
 if TYPE_CHECKING:
     from proximetry.search.gallery import Version
 
-COMPARED = 250_000  # rows; all pairs of them take 10 minutes at 512 dimensions on one core
+MAX_COMPARED_ROWS = 250_000  # rows; all pairs of them take 10 minutes at 512 dimensions on one core
 _TILE = 4096
-_MOST_PAIRS = 10_000_000
+_MAX_PAIRS = 10_000_000
 _NEIGHBORS = 32  # that are searched first for each image of a large gallery
 _SAMPLE = 50  # images that the default threshold is measured with
 _MISSED = 0.1  # share of altered copies that may be less similar than the threshold
@@ -100,7 +100,7 @@ def compare_neighbors(
     pairs: list[IntArray] = [np.empty((0, 2), np.int64)]
     scores: list[Scores] = [np.empty(0)]
     done, total, allowed = 0, len(version), version.select({})
-    most = min(total, version.largest_k)
+    most = min(total, version.max_k)
     for positions, vectors in version.blocks():
         waiting, k = np.arange(len(positions)), _NEIGHBORS
         while len(waiting):
@@ -121,8 +121,8 @@ def compare_neighbors(
 
 
 def _check_count(count: int) -> None:
-    if count > _MOST_PAIRS:
-        raise UsageError(f"more than {format_int(_MOST_PAIRS)} pairs. Pass a stricter threshold.")
+    if count > _MAX_PAIRS:
+        raise UsageError(f"more than {format_int(_MAX_PAIRS)} pairs. Pass a stricter threshold.")
 
 
 def group_pairs(pairs: IntArray) -> list[IntArray]:

@@ -26,7 +26,7 @@ from proximetry.metrics.reranking import RERANKED, expand_queries, k_reciprocal_
 from proximetry.models import Embedder
 from proximetry.models.constants import Similarity
 from proximetry.models.preprocessing import ImageSource
-from proximetry.search import duplicates, indexes, rows
+from proximetry.search import duplicates, indexes, metadata
 from proximetry.search.duplicates import Duplicates
 from proximetry.search.exact import FloatArray, Hits, Scores, merge_hits
 from proximetry.search.manifest import (
@@ -42,16 +42,7 @@ from proximetry.search.manifest import (
     sweep,
     write_manifest,
 )
-from proximetry.search.result import SearchResult
-from proximetry.search.segments import (
-    check_segment,
-    no_progress,
-    prepare_vectors,
-    write_deleted,
-    write_segment,
-)
-from proximetry.search.snapshot import Snapshot
-from proximetry.search.staging import (
+from proximetry.search.new_images import (
     BLOCK,
     BadImages,
     Images,
@@ -63,18 +54,27 @@ from proximetry.search.staging import (
     no_report,
     stamp_of,
 )
+from proximetry.search.search_result import SearchResult
+from proximetry.search.segment import (
+    check_segment,
+    no_progress,
+    prepare_vectors,
+    write_deleted,
+    write_segment,
+)
+from proximetry.search.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from proximetry.search.milvus import Collection
 
     Version: TypeAlias = Snapshot | Collection
 
-Where = rows.Where
+Where = metadata.Where
 Queries = Sequence[ImageSource] | Vectors
 
 MAX_MERGE_ROWS = 65_536  # rows of a segment up to which small ones are merged: a second to write
 ROUNDING = 2.0**-22  # bounds 1 − the cosine of a float32 unit vector with its copy
-_MOST_RERANKED = 1000  # the largest k of re-ranking, which compares twice as many images
+_MAX_RERANK_K = 1000  # the largest k of re-ranking, which compares twice as many images
 
 
 class Gallery:
@@ -286,7 +286,7 @@ class Gallery:
 
     def known(self, paths: Iterable[str | os.PathLike[str]]) -> list[bool]:
         """Return for each file whether its image is in the gallery."""
-        table = rows.make_rows(list(paths))
+        table = metadata.from_images(list(paths))
         known = self._version.find_paths(table)
         return [path in known for path in table["path"].to_pylist()]
 
@@ -301,7 +301,7 @@ class Gallery:
             raise UsageError(f"the gallery {self.name} does not store sizes of files")
         missing: list[str] = []
         changed: list[str] = []
-        below = os.path.dirname(rows.absolute(os.path.join(folder, "image")))
+        below = os.path.dirname(metadata.absolute(os.path.join(folder, "image")))
         for path, size, modified in now.stamps_below(below):
             stamp = stamp_of(path)
             if stamp is None:
@@ -333,7 +333,7 @@ class Gallery:
         if replace and new.only_files:
             new.table = _with_known_columns(newest, new.table)
         if isinstance(newest, Snapshot):  # on Milvus a column may have values of any type
-            rows.stack([newest.table, new.table])
+            metadata.concat([newest.table, new.table])
         if not replace:
             self._check_unknown(newest, new.table)
         if not new.embedded:
@@ -377,7 +377,7 @@ class Gallery:
             now = Snapshot.open(self.path)
             self._check_same(now)
             now.check_tables()
-            rows.stack([now.table, new.table])  # raises if types of columns differ
+            metadata.concat([now.table, new.table])  # raises if types of columns differ
             manifest = now.manifest
             if not renew:
                 self._check_unknown(now, new.table)
@@ -459,7 +459,7 @@ class Gallery:
             merged = write_segment(
                 self.path,
                 manifest,
-                now.table.take(rows.arrow().array(positions)),
+                now.table.take(metadata.arrow().array(positions)),
                 now.ids(positions),
                 blocks,
                 indexes.resolve(index, len(positions)),
@@ -508,8 +508,8 @@ class Gallery:
             raise UsageError(f"expand must be an integer of at least 0, got {expand!r}")
         if expand and self.similarity != "cosine":
             raise UsageError("expand requires a gallery with cosine similarity")
-        if rerank and k > _MOST_RERANKED:
-            raise UsageError(f"rerank supports k up to {_MOST_RERANKED}, got k = {k}")
+        if rerank and k > _MAX_RERANK_K:
+            raise UsageError(f"rerank supports k up to {_MAX_RERANK_K}, got k = {k}")
         now = self._version
         allowed = now.select(where or {})
         vectors = self._embed_queries(queries, batch_size, progress or no_progress)
@@ -574,7 +574,7 @@ class Gallery:
             raise UsageError(f"threshold must be {kind}, got {threshold:g}")
         least = float(threshold) - ROUNDING if cosine else -(float(threshold) ** 2)
         indexed = any(info.index for info in now.manifest.segments)
-        if isinstance(now, Snapshot) and (len(now) <= duplicates.COMPARED or not indexed):
+        if isinstance(now, Snapshot) and (len(now) <= duplicates.MAX_COMPARED_ROWS or not indexed):
             alive = now.allowed_positions(now.alive)
             positions, scores = duplicates.compare_all(now.store, alive, least, progress)
         else:
@@ -599,7 +599,7 @@ def _with_known_columns(now: Version, table: Any) -> Any:
     known = now.find_paths(table)
     positions = np.array([known.get(path, -1) for path in table["path"].to_pylist()], np.int64)
     columns = now.take(positions, now.columns)
-    return rows.table({**columns, "path": rows.values(table["path"])})
+    return metadata.from_columns({**columns, "path": metadata.values(table["path"])})
 
 
 def _rerank(now: Version, queries: FloatArray, hits: Hits, k: int) -> Hits:

@@ -26,11 +26,11 @@ from proximetry.metrics.reranking import binary_codes, candidates
 from proximetry.models.constants import Similarity
 
 EXACT, BINARY = "Flat", "BFlat"
-MOST_EXACT = 100_000  # up to here the scan takes some tens of milliseconds on two cores
-MOST_GRAPH = 2_000_000  # beyond, a graph takes over 5 GB at 512 dimensions, and hours
+MAX_FLAT_ROWS = 100_000  # up to here the scan takes some tens of milliseconds on two cores
+MAX_GRAPH_ROWS = 2_000_000  # beyond, a graph takes over 5 GB at 512 dimensions, and hours
 RECALL = 0.98  # recall@10 that the search effort of a new index is raised to
-MOST_EFFORT = 32
-LEAST_INDEXED = 10_000  # fewer rows are scanned in less time than an index is set up
+MAX_EFFORT = 32
+MIN_INDEXED_ROWS = 10_000  # fewer rows are scanned in less time than an index is set up
 _BLOCK = 16_384
 _POINTS = 64  # for training, per list; 256, as faiss has it, is no better
 
@@ -59,9 +59,9 @@ def load_faiss() -> Any:
 def resolve(index: str, count: int) -> str:
     """Return the index to build for this number of rows, "" for an exact scan."""
     if index == "auto":
-        graph = "HNSW32" if count <= MOST_GRAPH else f"IVF{_lists(count)},SQ8"
-        index = EXACT if count <= MOST_EXACT else graph
-    if index == EXACT or count < max(LEAST_INDEXED, _training(index)):
+        graph = "HNSW32" if count <= MAX_GRAPH_ROWS else f"IVF{_lists(count)},SQ8"
+        index = EXACT if count <= MAX_FLAT_ROWS else graph
+    if index == EXACT or count < max(MIN_INDEXED_ROWS, _training(index)):
         return ""
     return index
 

@@ -42,11 +42,11 @@ EMBEDDER, STAGING, SEGMENTS = "embedder", "staging", "segments"
 FILES = {
     "vectors": "vectors.npy",
     "ids": "ids.npy",
-    "rows": "rows.arrow",
+    "rows": "metadata.arrow",
     "squares": "squares.npy",
     "index": "index.faiss",
 }
-_LARGEST = 10_000_000
+_MAX_BYTES = 10_000_000
 _NAME = re.compile("[0-9a-f]{32}")
 _DELETED = re.compile(r"deleted-[0-9a-f]{32}\.npy")
 
@@ -137,7 +137,7 @@ def read_manifest(folder: Path) -> Manifest:
             reason = f"it is an embedder. Build one: proximetry index IMAGES --model {folder}"
         raise UsageError(f"{folder} is not a gallery: {reason}")
     try:
-        content = read_json(path, _LARGEST)
+        content = read_json(path, _MAX_BYTES)
     except ValueError as error:
         raise DamagedGalleryError(path, error) from error
     check_format(path, content, FORMAT, VERSION)

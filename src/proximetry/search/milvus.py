@@ -32,13 +32,13 @@ from proximetry._util.imports import import_optional
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.models import Embedder
-from proximetry.search import indexes, rows
+from proximetry.search import indexes, metadata
 from proximetry.search.exact import SPARE, FloatArray, Hits, Scores, exact_scores, merge_hits
 from proximetry.search.gallery import Gallery, describe_index
 from proximetry.search.manifest import STAGING, Manifest, Report, locked
-from proximetry.search.staging import NewImages
+from proximetry.search.new_images import NewImages
 
-MOST = 16_384  # the largest number of results of a query on Milvus
+MAX_K = 16_384  # the largest number of results of a query on Milvus
 TOKEN = "MILVUS_TOKEN"
 _TIMEOUT = 10.0
 _VERSION = 2
@@ -46,7 +46,7 @@ _VERSION = 2
 _GALLERY, _COLUMN = "proximetry", "proximetry.column."
 # Fields beside the vector; other columns are in a field of JSON, under any name.
 _TEXTS, _OTHERS = ("path", "label"), "columns"
-_LONGEST_TEXT = 65_535
+_MAX_TEXT = 65_535
 # A message may have 64 MB: this many numbers take 16 MB, and rows take some kilobytes each.
 _NUMBERS, _ROWS = 1 << 22, 4096
 
@@ -149,7 +149,7 @@ def choose_index(index: str, count: int) -> tuple[str, dict[str, int]]:
 
     "auto" of many images is Milvus's AUTOINDEX.
     """
-    if index == "auto" and count > indexes.MOST_EXACT:
+    if index == "auto" and count > indexes.MAX_FLAT_ROWS:
         return "AUTOINDEX", {}
     if index in ("auto", indexes.EXACT):
         return "FLAT", {}
@@ -224,7 +224,7 @@ def ids_of(table: Any) -> IntArray:
 class Collection:
     """A gallery on Milvus in its current state, with the methods of a `Snapshot`."""
 
-    largest_k = MOST
+    max_k = MAX_K
 
     def __init__(self, client: _Client, name: str, properties: Mapping[str, str]) -> None:
         self.client, self.name = client, name
@@ -261,7 +261,7 @@ class Collection:
         schema.add_field("id", types.INT64, is_primary=True)
         schema.add_field("vector", types.FLOAT_VECTOR, dim=manifest.dim)
         for name in _TEXTS:
-            schema.add_field(name, types.VARCHAR, max_length=_LONGEST_TEXT, nullable=name != "path")
+            schema.add_field(name, types.VARCHAR, max_length=_MAX_TEXT, nullable=name != "path")
         schema.add_field(_OTHERS, types.JSON)
         metric = "IP" if manifest.similarity == "cosine" else "L2"
         params = client.prepare_index_params()
@@ -284,11 +284,11 @@ class Collection:
         (answer,) = self.client.query(self.name, filter="", output_fields=["count(*)"])
         return int(answer["count(*)"])
 
-    def select(self, where: rows.Where) -> Any:
+    def select(self, where: metadata.Where) -> Any:
         """Return the filter expression of all conditions, each of which some image meets."""
         terms = []
         for name, value in where.items():
-            targets = rows.condition_values(name, value, self.columns)
+            targets = metadata.condition_values(name, value, self.columns)
             terms.append(_condition(name, targets))
             if not self.client.query(self.name, filter=terms[-1], output_fields=["id"], limit=1):
                 raise UsageError(f"no image has {name} {join_first(map(format_value, targets))}")
@@ -356,11 +356,11 @@ class Collection:
 
     def search(self, queries: FloatArray, k: int, allowed: Any) -> Hits:
         """Return the k nearest of the allowed rows: candidates of Milvus, scored in float64."""
-        if k > MOST:
+        if k > MAX_K:
             raise UsageError(
-                f"Milvus returns up to {format_int(MOST)} images per query, got k = {k}"
+                f"Milvus returns up to {format_int(MAX_K)} images per query, got k = {k}"
             )
-        count = min(indexes.compressed_candidates(k) if self.kind == "IVF_PQ" else k + SPARE, MOST)
+        count = min(indexes.compressed_candidates(k) if self.kind == "IVF_PQ" else k + SPARE, MAX_K)
         effort = {}
         if self.kind == "HNSW":
             effort = {"ef": max(indexes.DEPTH, 2 * count)}
@@ -414,7 +414,7 @@ class Collection:
 
 
 def _records(table: Any, vectors: FloatArray) -> list[dict[str, Any]]:
-    columns = {name: [*map(_store, rows.values(table[name]))] for name in table.column_names}
+    columns = {name: [*map(_store, metadata.values(table[name]))] for name in table.column_names}
     records = []
     for row, one in enumerate(ids_of(table).tolist()):
         values = {name: column[row] for name, column in columns.items()}

@@ -18,12 +18,12 @@ from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_path, atomic_write
 from proximetry._util.formatting import shorten
 from proximetry.data.images import ImageError, thumbnail
-from proximetry.search.result import REMOVED, SearchResult
+from proximetry.search.search_result import REMOVED, SearchResult
 
 THUMBNAIL = 160
 _MARGIN, _LINE = 10, 15
 _COLUMNS = 10
-_MOST_CELLS = 5_000  # larger images are not opened by most viewers
+_MAX_CELLS = 5_000  # larger images are not opened by most viewers
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # which Pillow would break the line at, or draw as boxes
 
 
@@ -44,10 +44,10 @@ def contact_sheet(file: Path, queries: Sequence[str], result: SearchResult) -> N
         raise UsageError(f"a contact sheet must end in .html or .png, got {file}")
     if len(queries) != len(result):
         raise UsageError(f"{len(queries)} queries for {len(result)} results")
-    if len(queries) * (result.k + 1) > _MOST_CELLS:
+    if len(queries) * (result.k + 1) > _MAX_CELLS:
         raise UsageError(
             f"contact sheet is too large: {len(queries)} × {result.k} images. "
-            f"Use fewer queries or a smaller k, at most {_MOST_CELLS} images."
+            f"Use fewer queries or a smaller k, at most {_MAX_CELLS} images."
         )
     rows = [_cells(query, result, number) for number, query in enumerate(queries)]
     if file.suffix.lower() == ".html":
@@ -63,9 +63,9 @@ def group_sheet(file: Path, groups: Sequence[Sequence[str | None]]) -> int:
     paths = [path for group in there for path in group]
     home = os.path.commonpath(paths) if paths else ""
     sizes = np.cumsum([len(group) for group in there])
-    count = max(1, int((sizes <= _MOST_CELLS).sum()))
+    count = max(1, int((sizes <= _MAX_CELLS).sum()))
     rows = [
-        [_Cell(path, (os.path.relpath(path, home),)) for path in group[:_MOST_CELLS]]
+        [_Cell(path, (os.path.relpath(path, home),)) for path in group[:_MAX_CELLS]]
         for group in there[:count]
     ]
     atomic_write(file, _page(rows, f"Duplicates: {len(rows)} of {len(groups)} groups", query=False))

@@ -14,14 +14,14 @@ import numpy as np
 
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray
-from proximetry.search import indexes, rows
+from proximetry.search import indexes, metadata
 from proximetry.search.exact import FloatArray, Hits, Mask, Part, Scores, Store, merge_hits, take
 from proximetry.search.manifest import (
     DamagedGalleryError,
     Manifest,
     read_manifest,
 )
-from proximetry.search.segments import Segment, above, check_file, open_array, write_deleted
+from proximetry.search.segment import Segment, above, check_file, open_array, write_deleted
 
 # A filter that allows this many rows × dimensions is scanned exactly: on one core 10 ms for one
 # query, 70 ms for 100.
@@ -83,24 +83,26 @@ class Snapshot:
         return int(self.starts[-1]) - len(self.deleted)
 
     @property
-    def largest_k(self) -> int:
+    def max_k(self) -> int:
         """The largest k of a search."""
         return max(1, len(self))
 
     @cached_property
     def table(self) -> Any:
         """The metadata of all rows."""
-        return rows.stack([rows.table({"path": []}), *(segment.rows for segment in self.segments)])
+        return metadata.concat(
+            [metadata.from_columns({"path": []}), *(segment.rows for segment in self.segments)]
+        )
 
     @cached_property
     def alive(self) -> Mask:
         """Which rows are not removed."""
         return ~np.isin(self._ids[:-1], self.deleted)
 
-    def select(self, where: rows.Where) -> Any:
+    def select(self, where: metadata.Where) -> Any:
         """Return a mask of the rows that meet the conditions."""
         if where and self.segments:
-            return rows.select(self.table, where) & self.alive
+            return metadata.select(self.table, where) & self.alive
         return self.alive
 
     def allowed_positions(self, allowed: Any) -> IntArray:
@@ -139,40 +141,40 @@ class Snapshot:
         owner = np.searchsorted(self.starts, positions, "right") - 1
         for number in np.unique(owner[owner >= 0]):
             table, here = self.segments[number].rows, owner == number
-            part = rows.arrow().array(positions[here] - self.starts[number])
+            part = metadata.arrow().array(positions[here] - self.starts[number])
             for name in result:
                 if name in table.column_names:
-                    result[name][here] = rows.values(table[name].take(part))
+                    result[name][here] = metadata.values(table[name].take(part))
         return {name: values.tolist() for name, values in result.items()}
 
     def find_paths(self, table: Any) -> dict[bytes, int]:
         """Return those of a table's paths that are in the gallery, and their positions."""
         paths = self.table["path"]
-        mask = rows.contains(paths, table["path"].combine_chunks()) & self.alive
+        mask = metadata.contains(paths, table["path"].combine_chunks()) & self.alive
         return dict(zip(paths.filter(mask).to_pylist(), np.flatnonzero(mask).tolist(), strict=True))
 
     @cached_property
     def columns(self) -> list[str]:
         """The names of all columns."""
-        return [name for name in self.table.column_names if name not in rows.STAMP]
+        return [name for name in self.table.column_names if name not in metadata.STAMP]
 
     def count_labels(self) -> dict[str, int]:
         """Return the number of images of each class."""
         labels = self.table["label"].filter(self.alive).drop_null()
-        pairs = rows.arrow("pyarrow.compute").value_counts(labels)
-        names = rows.values(pairs.field("values"))
+        pairs = metadata.arrow("pyarrow.compute").value_counts(labels)
+        names = metadata.values(pairs.field("values"))
         return dict(zip(names, pairs.field("counts").to_pylist(), strict=True))
 
     def stamps_below(self, folder: str) -> Iterator[tuple[str, int | None, int | None]]:
         """Yield path, size and time of modification of the images below a folder, as embedded."""
-        prefix = rows.encode(os.path.join(folder, ""))
-        below = rows.arrow("pyarrow.compute").starts_with(self.table["path"], prefix)
+        prefix = metadata.encode(os.path.join(folder, ""))
+        below = metadata.arrow("pyarrow.compute").starts_with(self.table["path"], prefix)
         positions = np.flatnonzero(np.asarray(below) & self.alive)
-        return zip(*self.take(positions, ["path", *rows.STAMP]).values(), strict=True)
+        return zip(*self.take(positions, ["path", *metadata.STAMP]).values(), strict=True)
 
     def search(self, queries: FloatArray, k: int, allowed: Any) -> Hits:
         """Return the k nearest of the allowed rows, by index or by an exact scan."""
-        k = min(k, self.largest_k)
+        k = min(k, self.max_k)
         scanned: list[Part] = []
         hits: list[Hits] = []
         for segment in self.segments:

@@ -25,23 +25,23 @@ from proximetry._util.formatting import format_value, shorten
 from proximetry._util.machine import cores
 from proximetry.data import ImageError
 from proximetry.search.gallery import ROUNDING
-from proximetry.search.rows import parse_conditions
-from proximetry.web.map import MOST, MapError, MapMaker
-from proximetry.web.middleware import MOST_BYTES, problem
-from proximetry.web.searcher import MOST_PIXELS, Conditions, Searcher
-from proximetry.web.view import SIZES, View, to_json_value
+from proximetry.search.metadata import parse_conditions
+from proximetry.web.gallery_map import MAX_POINTS, MapError, MapMaker
+from proximetry.web.live_gallery import SIZES, LiveGallery, to_json_value
+from proximetry.web.middleware import MAX_BYTES, problem
+from proximetry.web.searcher import MAX_PIXELS, Conditions, Searcher
 
 T = TypeVar("T")
 
 MAX_RESULTS = 1000
-_LARGEST_ID = 2**63 - 1
-_MOST_CLASSES = 2000  # listed on the page
+_MAX_ID = 2**63 - 1
+_MAX_CLASSES = 2000  # listed on the page
 _STATIC = Path(__file__).parent / "static"
 _DESCRIPTION = f"""Searches a gallery of images by their embeddings.
 
 Errors are JSON, `{{"detail": MESSAGE}}`. A server with a token requires the header
 `Authorization: Bearer TOKEN`. A busy server answers 503; try again after `Retry-After` seconds.
-An upload may have {MOST_BYTES // 10**6} MB and {MOST_PIXELS // 10**6} million pixels."""
+An upload may have {MAX_BYTES // 10**6} MB and {MAX_PIXELS // 10**6} million pixels."""
 
 Scalar = str | int | float | bool | None
 
@@ -84,7 +84,7 @@ class SearchForm(BaseModel):
     id: int | None = Field(
         None,
         ge=0,
-        le=_LARGEST_ID,
+        le=_MAX_ID,
         description="An image of the gallery, which is excluded from the results.",
     )
     k: int = Field(10, ge=1, le=MAX_RESULTS, description="Number of results.")
@@ -116,7 +116,9 @@ class Map(BaseModel):
     seconds: float | None = Field(default=None, description="Computing time so far.")
     images: int = Field(description="Number of images in the gallery.")
     outdated: bool = Field(default=False, description="Whether a newer map is being computed.")
-    ids: list[int] = Field(default=[], description=f"Up to {MOST}; a larger gallery is sampled.")
+    ids: list[int] = Field(
+        default=[], description=f"Up to {MAX_POINTS}; a larger gallery is sampled."
+    )
     x: list[float] = []
     y: list[float] = []
     label: list[int] = Field(default=[], description="Index of its class, −1 for none.")
@@ -140,9 +142,7 @@ class GalleryInfo(BaseModel):
     similarity: Literal["cosine", "euclidean"]
     index: str
     columns: list[str] = Field(description="Columns that `where` can filter by.")
-    classes: list[ClassCount] = Field(
-        description=f"The {_MOST_CLASSES} most frequent ones at most."
-    )
+    classes: list[ClassCount] = Field(description=f"The {_MAX_CLASSES} most frequent ones at most.")
     class_count: int
     suggested: list[int] = Field(description="Ids of some images for the start page.")
     backbone: str
@@ -151,7 +151,7 @@ class GalleryInfo(BaseModel):
     limits: dict[str, int] = Field(description="The largest upload, in bytes and in pixels.")
 
 
-ItemId = Annotated[int, PathParameter(ge=0, le=_LARGEST_ID, description="The id of an image.")]
+ItemId = Annotated[int, PathParameter(ge=0, le=_MAX_ID, description="The id of an image.")]
 _NOT_FOUND: dict[int | str, dict[str, Any]] = {
     404: {"model": ErrorResponse, "description": "No such id"}
 }
@@ -166,7 +166,7 @@ class Service:
     """Gallery, searches and map of the application."""
 
     def __init__(self, path: Path) -> None:
-        self.view = View(path)
+        self.view = LiveGallery(path)
         self._pool = ThreadPoolExecutor(cores(), thread_name_prefix="images")
         self.searcher = Searcher(self.view, self._pool)
         self.maps = MapMaker()
@@ -197,13 +197,13 @@ class Service:
             similarity=gallery.similarity,
             index=gallery.index,
             columns=[name for name in gallery.columns if name != "path"],
-            classes=classes[:_MOST_CLASSES],
+            classes=classes[:_MAX_CLASSES],
             class_count=len(classes),
             suggested=about.suggested,
             backbone=embedder.architecture.backbone,
             image_size=list(embedder.preprocessing.crop),
             metrics=to_json_value(embedder.metrics),
-            limits={"bytes": MOST_BYTES, "pixels": MOST_PIXELS},
+            limits={"bytes": MAX_BYTES, "pixels": MAX_PIXELS},
         )
 
     def map(self) -> tuple[int, bytes]:

@@ -18,10 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_value, readable_size
 
-MOST_BYTES = 20_000_000  # of a request
-MOST_REQUESTS, MOST_SEARCHES = 256, 128
+MAX_BYTES = 20_000_000  # of a request
+MAX_REQUESTS, MAX_SEARCHES = 256, 128
 """Maximum number of concurrent and waiting requests; others are answered 503."""
-_ALL_BYTES = 400_000_000
+MAX_TOTAL_BYTES = 400_000_000
 _SECONDS = 30.0  # to send a request
 _TOKEN = re.compile("[A-Za-z0-9._~-]{16,200}")
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -164,11 +164,11 @@ class AccessMiddleware:
         searches, size = scope["path"] == "/search", 0
         if scope["method"] not in ("GET", "HEAD"):
             declared = headers.get("content-length", "")
-            size = int(declared) if declared.isdigit() else MOST_BYTES
-        if size > MOST_BYTES:
+            size = int(declared) if declared.isdigit() else MAX_BYTES
+        if size > MAX_BYTES:
             raise _too_large()
-        full = self._requests >= MOST_REQUESTS or self._bytes + size > _ALL_BYTES
-        if (full or (searches and self._searches >= MOST_SEARCHES)) and scope["path"] != "/healthz":
+        full = self._requests >= MAX_REQUESTS or self._bytes + size > MAX_TOTAL_BYTES
+        if (full or (searches and self._searches >= MAX_SEARCHES)) and scope["path"] != "/healthz":
             raise HTTPException(503, "the server is busy; try again soon", {"Retry-After": "1"})
         self._requests += 1
         self._searches += searches
@@ -199,7 +199,7 @@ def _bounded(receive: Receive) -> Receive:
             ) from None
         count += len(message.get("body", b""))
         whole = not message.get("more_body", False)
-        if count > MOST_BYTES:
+        if count > MAX_BYTES:
             raise _too_large(close=True)
         return message
 
@@ -207,7 +207,7 @@ def _bounded(receive: Receive) -> Receive:
 
 
 def _too_large(*, close: bool = False) -> HTTPException:
-    limit = readable_size(MOST_BYTES)
+    limit = readable_size(MAX_BYTES)
     closed = {"Connection": "close"} if close else None  # it may be endless
     return HTTPException(413, f"the image is too large; the limit is {limit}", closed)
 

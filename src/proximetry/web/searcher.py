@@ -21,11 +21,11 @@ from torch import Tensor
 from proximetry._util.errors import UsageError
 from proximetry.models import Embedder
 from proximetry.search import SearchResult
-from proximetry.web.view import View
+from proximetry.web.live_gallery import LiveGallery
 
 log = logging.getLogger("proximetry.web")
 
-MOST_PIXELS = 50_000_000  # of an upload: 150 MB when decoded
+MAX_PIXELS = 50_000_000  # of an upload: 150 MB when decoded
 _BATCH = 64  # queries
 
 Conditions = tuple[tuple[str, tuple[str, ...]], ...]
@@ -58,7 +58,7 @@ class _Job(NamedTuple):
 class Searcher:
     """Answers queries in one thread, and decodes images in a pool."""
 
-    def __init__(self, view: View, pool: Executor) -> None:
+    def __init__(self, view: LiveGallery, pool: Executor) -> None:
         self._view, self._pool = view, pool
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="search", daemon=True)
@@ -88,7 +88,7 @@ class Searcher:
         def decode() -> tuple[Embedder, Tensor]:
             embedder = self._view.current().embedder
             # The limit is checked before anything is decoded.
-            return embedder, embedder.preprocessing.pixels(read(), max_pixels=MOST_PIXELS)
+            return embedder, embedder.preprocessing.pixels(read(), max_pixels=MAX_PIXELS)
 
         loop = asyncio.get_running_loop()
         embedder, pixels = await loop.run_in_executor(self._pool, decode)

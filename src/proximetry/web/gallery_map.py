@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the child imports nothing but what t-SNE needs
 
 log = logging.getLogger("proximetry.web")
 
-MOST = 20_000  # images on a map; a larger gallery is sampled
+MAX_POINTS = 20_000  # images on a map; a larger gallery is sampled
 _CACHED = 50  # maps
 _RETRY = 60.0  # seconds after which a failed map is computed again
 
@@ -96,8 +96,8 @@ class MapMaker:
 def sample(gallery: "Gallery") -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Return ids and vectors of the images on a map."""
     ids = gallery.ids()
-    if len(ids) > MOST:
-        ids = np.sort(np.random.default_rng(0).choice(ids, MOST, replace=False))
+    if len(ids) > MAX_POINTS:
+        ids = np.sort(np.random.default_rng(0).choice(ids, MAX_POINTS, replace=False))
     return ids, gallery.vectors(ids)
 
 

@@ -31,13 +31,13 @@ from proximetry.data import Catalog, ImageError
 from proximetry.data.folders import split_shard_path
 from proximetry.metrics._search.embeddings import as_embeddings
 from proximetry.models import Embedder
-from proximetry.search import indexes, rows
+from proximetry.search import indexes, metadata
 from proximetry.search.exact import FloatArray, take
 from proximetry.search.manifest import STAGING, Manifest, Report, SegmentInfo, read_digest
-from proximetry.search.segments import no_progress, prepare_vectors, write_segment
+from proximetry.search.segment import no_progress, prepare_vectors, write_segment
 
 Images = Catalog | Sequence[str | os.PathLike[str]] | Any
-"""A catalog, image files, or a table of `rows.table`."""
+"""A catalog, image files, or a table of `metadata.from_columns`."""
 Labels = Sequence[str | None] | None
 Vectors = Tensor | npt.NDArray[Any]
 BadImages = Literal["error", "skip"]
@@ -88,7 +88,9 @@ class NewImages:
         report: Report | None,
     ) -> None:
         source: Any = images
-        self.table = source if hasattr(source, "column_names") else rows.make_rows(source, labels)
+        self.table = (
+            source if hasattr(source, "column_names") else metadata.from_images(source, labels)
+        )
         counts = Counter(self.table["path"].to_pylist())
         if not counts:
             raise UsageError("no images")
@@ -119,7 +121,7 @@ class NewImages:
         """
         if self.embedded:
             return
-        paths = rows.values(self.table["path"])
+        paths = metadata.values(self.table["path"])
         folder = gallery / STAGING / fingerprint[:32]
         self._stamps = [stamp_of(path) for path in paths]
         waiting = self._reuse(folder)
@@ -152,7 +154,7 @@ class NewImages:
             done += len(images)
             self.progress(done, len(paths))
         readable = np.flatnonzero(self._rows >= 0)
-        self.table = self.table.take(rows.arrow().array(readable))
+        self.table = self.table.take(metadata.arrow().array(readable))
         self._rows, self._stamps = self._rows[readable], [self._stamps[i] for i in readable]
         if required and not len(self.table):
             count = pluralize(len(self.skipped), "image")
@@ -202,7 +204,7 @@ class NewImages:
         return write_segment(
             folder,
             manifest,
-            rows.with_stamps(self.table, self._stamps),
+            metadata.with_stamps(self.table, self._stamps),
             np.arange(first, first + count),
             self.blocks(manifest),
             indexes.resolve(manifest.index, count),
@@ -310,19 +312,19 @@ def stamp_of(path: str) -> Stamp | None:
         return None
     size, modified = status.st_size, status.st_mtime_ns
     key = repr((size, modified, status.st_ctime_ns, status.st_ino, path))
-    return Stamp(size, modified, rows.encode(key))
+    return Stamp(size, modified, metadata.encode(key))
 
 
 def _write(folder: Path, vectors: FloatArray, stamps: Sequence[Stamp | None]) -> Path:
     """Write a chunk; its name is the checksum of its content."""
-    pa = rows.arrow()
+    pa = metadata.arrow()
     flat = pa.array(np.asarray(vectors, np.float32).ravel())
     columns = {
         "vector": pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1]),
         "key": pa.array([stamp and stamp.key for stamp in stamps], pa.large_binary()),
     }
     stream = io.BytesIO()
-    rows.write(pa.table(columns), stream)
+    metadata.write(pa.table(columns), stream)
     content = stream.getvalue()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{hashlib.sha256(content).hexdigest()}.arrow"
@@ -334,7 +336,7 @@ def _load(file: Path, dim: int) -> tuple[list[bytes], FloatArray]:
     """Return the images of a chunk and their vectors; raises ValueError for a damaged one."""
     if read_digest(file).sha256 != file.stem:
         raise ValueError(f"{file} is damaged")
-    table = rows.read(file)
+    table = metadata.read(file)
     vectors = table["vector"].combine_chunks().flatten().to_numpy().reshape(len(table), -1)
     if vectors.shape[1] != dim or not np.isfinite(vectors).all():
         raise ValueError(f"{file} has other vectors than this embedder computes")

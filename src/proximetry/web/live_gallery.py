@@ -45,7 +45,7 @@ class About(NamedTuple):
     suggested: list[int]  # ids for the start page
 
 
-class View:
+class LiveGallery:
     """A gallery that follows the changes of other processes; thread-safe.
 
     Each version is a `Gallery` object that never changes; versions of one build share an embedder.

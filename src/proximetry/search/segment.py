@@ -18,7 +18,7 @@ from proximetry._util.files import name_write_errors, sync_folder
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.metrics._search.embeddings import normalize
-from proximetry.search import indexes, rows
+from proximetry.search import indexes, metadata
 from proximetry.search.exact import FloatArray, Part, Store
 from proximetry.search.manifest import (
     FILES,
@@ -74,7 +74,7 @@ def write_segment(
         longest = float(np.sqrt(squares.max()))
         _save(paths["ids"], ids)
         with paths["rows"].open("wb") as stream:
-            rows.write(table, stream)
+            metadata.write(table, stream)
         lengths = squares.astype(np.float32) if manifest.similarity == "euclidean" else None
         if lengths is not None:
             _save(paths["squares"], lengths)
@@ -120,7 +120,7 @@ def _calibrate(index: indexes.Index, store: Store, part: Part) -> tuple[int, flo
     while True:
         scores = store.rescore(queries, index.candidates(queries, k), k).scores
         recall = float((scores[:, 1:] >= farthest).mean())
-        if recall >= indexes.RECALL or index.effort >= indexes.MOST_EFFORT:
+        if recall >= indexes.RECALL or index.effort >= indexes.MAX_EFFORT:
             return index.effort, recall
         index.effort *= 2
 
@@ -182,12 +182,12 @@ class Segment:
         for kind, about in info.files.items():
             # The ids are few bytes, on which everything else depends.
             check_file(files[kind], about, digest=kind == "ids")
-        table = rows.read(files["rows"])
+        table = metadata.read(files["rows"])
         if len(table) != info.rows:
             raise DamagedGalleryError(files["rows"], f"it has {len(table)} rows, not {info.rows}")
         for name in ("path", "label"):
-            kind = rows.column_type(table, name)
-            if kind is None or not rows.arrow().types.is_large_binary(kind):
+            kind = metadata.column_type(table, name)
+            if kind is None or not metadata.arrow().types.is_large_binary(kind):
                 raise DamagedGalleryError(files["rows"], f"its column {name} is {kind}")
         squares = None
         if "squares" in files:
