@@ -126,7 +126,7 @@ def compare(
     print(f"\n{kind}, {count} vectors")
     print(f"  build {built:.1f} s, plain faiss {built_plain}; open {opened:.3f} s")
     print(f"  recall@10 {recall(found.ids, truth):.4f}, plain {recall(plain_found, truth):.4f}")
-    index = gallery._version.segments[0].index  # type: ignore[union-attr]
+    index = gallery._snapshot.segments[0].index  # type: ignore[union-attr]
     more = K if index is None else index.count(K)
     for batch in BATCHES[size]:
         # A scan takes as long whatever is searched for; an index does not.
@@ -180,7 +180,7 @@ def measure_filters(kind: str, count: int, dim: int, per_class: int, home: Path)
         embedder, rows, home / kind.replace(",", "-"), kind, vectors=some(labels)
     )
     built = time.process_time() - start
-    (info,) = gallery._version.manifest.segments
+    (info,) = gallery._snapshot.manifest.segments
     stored = gallery.vectors(gallery.ids())
     store = Store([stored], np.array([0, count]), "cosine", 1.001)
     print(

@@ -86,7 +86,7 @@ def test_long_lists_are_filled(gallery):
 def test_plain_recall_reaches_the_goal_with_every_index(gallery):
     queries = draw_clusters(np.arange(CLASSES), seed=2)
     assert recall(gallery.search(queries, 10), queries, LABELS >= 0) >= 0.97
-    (info,) = gallery._version.manifest.segments
+    (info,) = gallery._snapshot.manifest.segments
     assert info.recall >= indexes.RECALL
 
 
@@ -98,7 +98,7 @@ def test_auto_reports_recall_of_large_galleries(tmp_path, monkeypatch, graph, ki
     found = build(tmp_path / "g", report=lines.append)
     queries = draw_clusters(np.arange(CLASSES), seed=2)
     assert recall(found.search(queries, 10), queries, LABELS >= 0) >= 0.97
-    (info,) = found._version.manifest.segments
+    (info,) = found._snapshot.manifest.segments
     assert info.index == kind
     assert info.recall >= indexes.RECALL
     assert len(lines) == 1
@@ -108,16 +108,16 @@ def test_auto_reports_recall_of_large_galleries(tmp_path, monkeypatch, graph, ki
 
 def test_low_recall_raises_the_effort_that_is_stored(tmp_path):
     found = build(tmp_path / "g", "PCA8,Flat")
-    (info,) = found._version.manifest.segments
+    (info,) = found._snapshot.manifest.segments
     assert info.effort > 1
     assert info.recall >= indexes.RECALL
-    assert Gallery.open(tmp_path / "g")._version.segments[0].index.effort == info.effort
+    assert Gallery.open(tmp_path / "g")._snapshot.segments[0].index.effort == info.effort
 
 
 def test_recall_below_the_goal_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(indexes, "MAX_EFFORT", 1)
     lines = []
     found = build(tmp_path / "g", "PCA2,Flat", report=lines.append)
-    (info,) = found._version.manifest.segments
+    (info,) = found._snapshot.manifest.segments
     assert info.recall < indexes.RECALL
     assert "below 0.98" in lines[0]

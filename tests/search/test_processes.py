@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from proximetry import cli
-from proximetry.search import Gallery
+from proximetry.search import Gallery, new_images
 from tests.search.conftest import make_embedder
 from tests.training.ranks import Ranks
 

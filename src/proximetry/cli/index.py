@@ -84,7 +84,7 @@ def index(
     missing, changed = set[str](), set[str]()
     for folder in map(os.path.expanduser, images):
         if exists and os.path.isdir(folder) and not is_milvus(gallery):
-            absent, newer = opened.outdated(folder)
+            absent, newer = opened.check_files(folder)
             missing.update(absent)
             changed.update(newer)
     skipped = list(map(str, opened.skipped))
@@ -104,7 +104,7 @@ def index(
         notes.append(
             f"{len(missing)} missing and {len(changed)} changed files since indexing: "
             f"{outdated}. To update the gallery, in Python: "
-            "missing, changed = gallery.outdated(FOLDER); gallery.update(changed); "
+            "missing, changed = gallery.check_files(FOLDER); gallery.add(changed, replace=True); "
             'gallery.remove(gallery.ids({"path": missing}))'
         )
     lines = first_few([f"skipped {one}" for one in skipped], "the document of --json")
@@ -144,7 +144,7 @@ def _index(
             f"the gallery {gallery} was built with --index {opened.index}. Remove it, or choose "
             "another one with --gallery."
         )
-    known = opened.known(values(table["path"]))
+    known = opened.contains(values(table["path"]))
     if any(known):
         options["report"](f"{format_int(sum(known))} images are already in {gallery}")
     if all(known):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from proximetry._util.types import IntArray
 from proximetry.models.constants import Similarity
 
-REMOVED = "(removed meanwhile)"  # an image on Milvus that was removed after the search
+REMOVED = "(removed meanwhile)"  # instead of the path of an image on Milvus
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -23,11 +23,11 @@ class SearchResult:
     Attributes:
         ids: of the images, [queries, k]; −1 if there are fewer than k.
         similarities: the cosine or the negative Euclidean distance to the query, computed from
-            the stored vectors whatever the index; −inf beside an id of −1.
+            the stored vectors with every index; −inf for an id of −1.
         similarity: "cosine" or "euclidean".
         columns: the names of the metadata columns; see `column`.
-        scores: the values that images are ordered by, if not `similarities`: those of the
-            expanded query, or the negative distance of k-reciprocal re-ranking.
+        scores: with query expansion or re-ranking, the values that images are ordered by: the
+            similarities to the expanded query, or the negative k-reciprocal distances.
     """
 
     ids: IntArray
@@ -43,11 +43,11 @@ class SearchResult:
 
     @property
     def k(self) -> int:
-        """The length of each list."""
+        """The number of results per query."""
         return int(self.ids.shape[1])
 
     def column(self, name: str) -> npt.NDArray[np.object_]:
-        """Return a metadata column of the images, [queries, k]; None beside −1."""
+        """Return a metadata column of the images, [queries, k]; None for an id of −1."""
         if name not in self.columns:
             raise ValueError(f"no column {name!r}. Columns: {', '.join(self.columns)}.")
         values = self._take(self._positions.ravel(), [name])[name]

@@ -24,7 +24,7 @@ from proximetry._util.errors import UsageError, suggest
 from proximetry._util.formatting import format_value, shorten
 from proximetry._util.machine import cores
 from proximetry.data import ImageError
-from proximetry.search.gallery import ROUNDING
+from proximetry.search.duplicates import ROUNDING
 from proximetry.search.metadata import parse_conditions
 from proximetry.web.gallery_map import MAX_POINTS, MapError, MapMaker
 from proximetry.web.live_gallery import SIZES, LiveGallery, to_json_value
