@@ -77,6 +77,8 @@ def test_token_is_required_everywhere(shared, path):
             {"authorization": "Bearer "},
             {"authorization": "Bearer \xff".encode("latin-1")},
             {"cookie": f"token={TOKEN}"},
+            {"cookie": f"{client.app._cookie}={TOKEN}x"},
+            {"cookie": f"{client.app._cookie}="},
         ]
         for headers in wrong:
             answer = client.get(path, headers=headers)
@@ -88,6 +90,29 @@ def test_token_is_required_everywhere(shared, path):
         right = client.get(path, headers={"authorization": f"Bearer {TOKEN}"})
         assert right.status_code == (404 if path == "/nothing" else 200)
         assert client.get("/healthz").json() == {"status": "ok"}
+
+
+def test_cross_site_requests_with_a_token_are_rejected(shared):
+    with client_of(shared.path, TOKEN) as client:
+        for origin, status in (("http://localhost", 200), ("http://evil.example", 403)):
+            headers = {"origin": origin, "cookie": f"{client.app._cookie}={TOKEN}"}
+            answer = client.post("/search", data={"id": 0}, headers=headers)
+            assert answer.status_code == status
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_cookie_is_secure_under_https(shared, scheme):
+    with client_of(shared.path, TOKEN, follow_redirects=False) as client:
+        cookie = client.get(f"{scheme}://localhost/?token={TOKEN}").headers["set-cookie"]
+    assert ("Secure" in cookie) == (scheme == "https")
+
+
+def test_websockets_are_rejected():
+    async def app(scope, receive, send):
+        pytest.fail("passed to the application")
+
+    scope = {"type": "websocket", "path": "/", "headers": [(b"host", b"localhost")]}
+    asyncio.run(AccessMiddleware(app)(scope, None, None))
 
 
 def test_token_in_the_url_sets_a_cookie_and_redirects(shared):
@@ -281,12 +306,16 @@ def test_security_headers(client):
 # Load
 
 
-def test_overload_is_answered_503(shared, monkeypatch):
-    monkeypatch.setattr(middleware, "MAX_SEARCHES", 3)
+@pytest.mark.parametrize(
+    ("limit", "value"),
+    [("MAX_SEARCHES", 3), ("MAX_REQUESTS", 3), ("MAX_TOTAL_BYTES", 3 * len("id=0"))],
+)
+def test_overload_is_answered_503(shared, monkeypatch, limit, value):
+    monkeypatch.setattr(middleware, limit, value)
     release, plain = Event(), Gallery.search
 
     def slow(*arguments, **options):
-        release.wait()
+        release.wait(3)
         return plain(*arguments, **options)
 
     monkeypatch.setattr(Gallery, "search", slow)
