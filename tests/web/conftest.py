@@ -69,7 +69,7 @@ def shared(tmp_path_factory):
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     """A gallery that a test may change, and that is checked every time."""
-    monkeypatch.setattr(live_gallery, "_CHECK_EVERY", 0.0)
+    monkeypatch.setattr(live_gallery, "_CHECK_INTERVAL", 0.0)
     return make_gallery(tmp_path)
 
 

@@ -226,7 +226,7 @@ def test_failed_map_is_logged(real_maps, own, tmp_path, monkeypatch, caplog, cap
         )
         assert client.get("/map").status_code == 503
         assert not started
-        monkeypatch.setattr(gallery_map, "_RETRY", 0.0)  # when a minute has gone by
+        monkeypatch.setattr(gallery_map, "_RETRY_SECONDS", 0.0)  # when a minute has gone by
         assert client.get("/map").status_code == 202
         assert started == [own.version]
 
@@ -272,7 +272,7 @@ def test_rebuilt_gallery_has_its_embedder_and_no_old_map(own, own_client, monkey
 
 
 def test_event_loop_reads_no_files(own, own_client, monkeypatch):
-    follow, looks = live_gallery.LiveGallery._follow, []
+    follow, looks = live_gallery.LiveGallery._reload, []
 
     def followed(self):
         try:
@@ -282,7 +282,7 @@ def test_event_loop_reads_no_files(own, own_client, monkeypatch):
             looks.append("thread")
         follow(self)
 
-    monkeypatch.setattr(live_gallery.LiveGallery, "_follow", followed)
+    monkeypatch.setattr(live_gallery.LiveGallery, "_reload", followed)
     for data in ({"id": 0}, {"id": 0, "where": "label=class01"}):
         assert results(own_client.post("/search", data=data))
     assert results(own_client.post("/search", files={"image": ("x.png", png())}))
