@@ -71,7 +71,7 @@ def build_plain(kind: str, vectors: Vectors) -> Any:
         made.add(binary_codes(vectors))
         return made
     if not made.is_trained:
-        made.train(vectors[: indexes._POINTS * 1024])
+        made.train(vectors[: indexes._POINTS_PER_LIST * 1024])
     made.add(vectors)
     return set_depth(made)
 
@@ -90,7 +90,7 @@ def set_depth(index: Any) -> Any:
     if hasattr(index, "nprobe"):
         index.nprobe = indexes.probes(index.nlist)
     if hasattr(index, "hnsw"):
-        index.hnsw.efSearch = indexes.DEPTH
+        index.hnsw.efSearch = indexes.EF_SEARCH
     return index
 
 

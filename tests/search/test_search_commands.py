@@ -182,6 +182,7 @@ def test_removed_results_are_marked(tmp_path):
         np.array([[0.5]], np.float32),
         "cosine",
         ("path", "label"),
+        scores=None,
         _positions=np.array([[5]]),
         _take=lambda places, columns: {name: [None] for name in columns},
     )

@@ -20,6 +20,7 @@ from tests.search.conftest import make_embedder
 from tests.training.tiny import make_images
 
 CLASSES, EACH = 6, 6
+TOKEN = "correct-horse-battery-staple"
 SERVE = """
 import sys
 from proximetry.cli import main

@@ -143,7 +143,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = read_json(path, _MAX_BYTES)
     except ValueError as error:
-        raise DamagedGalleryError(path, error) from error
+        raise DamagedGalleryError(path, str(error).removeprefix(f"{path} is damaged: ")) from error
     check_format(path, content, FORMAT, VERSION)
     if CHECKSUM not in content:
         raise DamagedGalleryError(path, "it has no checksum")

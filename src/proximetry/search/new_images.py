@@ -287,12 +287,9 @@ def distributed_workers() -> Iterator[None]:
     _idle_workers.append("all")
     try:
         yield
-    except (ValueError, OSError):
+    finally:
         if _idle_workers:
             _broadcast(None)
-        raise
-    if _idle_workers:
-        _broadcast(None)
 
 
 def worker_loop(load: Callable[[], Embedder]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -34,9 +34,9 @@ class SearchResult:
     similarities: npt.NDArray[np.float32]
     similarity: Similarity
     columns: tuple[str, ...]
-    scores: npt.NDArray[np.float32] | None = None
-    _positions: IntArray = field(default_factory=lambda: np.empty((0, 0), np.int64))
-    _take: Callable[[IntArray, Iterable[str]], dict[str, list[Any]]] = lambda positions, names: {}
+    scores: npt.NDArray[np.float32] | None
+    _positions: IntArray
+    _take: Callable[[IntArray, Iterable[str]], dict[str, list[Any]]]
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -6,13 +6,11 @@ import hmac
 import json
 import re
 from collections.abc import Iterable, Mapping
-from html import escape
-from http import HTTPStatus
 from urllib.parse import parse_qs
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from proximetry._util.errors import UsageError
@@ -46,10 +44,6 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
-_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
-<meta name="viewport" content="width=device-width"><title>{name}</title>
-<h1>{name}</h1><p>{detail}</p></html>
-"""
 
 
 def check_token(token: str) -> str:
@@ -106,10 +100,6 @@ class AccessMiddleware:
             await self._admit(scope, headers, receive, send_with_headers)
         except HTTPException as error:
             response = problem(error.status_code, error.detail, error.headers)
-            if "text/html" in headers.get("accept", ""):
-                name = HTTPStatus(error.status_code).phrase
-                page = _PAGE.format(name=name, detail=escape(error.detail))
-                response = HTMLResponse(page, error.status_code, error.headers)
             await response(scope, receive, send_with_headers)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
