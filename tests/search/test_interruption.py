@@ -55,13 +55,7 @@ def flip(file):
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        flip,
-        lambda file: file.write_bytes(b""),
-    ],
-)
+@pytest.mark.parametrize("damage", [flip, lambda file: file.write_bytes(b"")])
 def test_damaged_staged_vectors_are_embedded_again(interrupted, damage):
     folder, files, left = interrupted
     damage(left[0])
