@@ -30,7 +30,7 @@ from proximetry.metrics import binary_codes
 from proximetry.models import Embedder
 from proximetry.search import Gallery, indexes, snapshot
 from proximetry.search.exact import Part, Store
-from proximetry.search.rows import table
+from proximetry.search.metadata import from_columns
 
 SIZES = {"small": (60_502, 11_316), "large": (1_000_000, 100_000)}
 DIM, K = 512, 10
@@ -71,7 +71,7 @@ def build_plain(kind: str, vectors: Vectors) -> Any:
         made.add(binary_codes(vectors))
         return made
     if not made.is_trained:
-        made.train(vectors[: indexes._POINTS * 1024])
+        made.train(vectors[: indexes._POINTS_PER_LIST * 1024])
     made.add(vectors)
     return set_depth(made)
 
@@ -90,7 +90,7 @@ def set_depth(index: Any) -> Any:
     if hasattr(index, "nprobe"):
         index.nprobe = indexes.probes(index.nlist)
     if hasattr(index, "hnsw"):
-        index.hnsw.efSearch = indexes.DEPTH
+        index.hnsw.efSearch = indexes.EF_SEARCH
     return index
 
 
@@ -109,7 +109,7 @@ def compare(
 ) -> Any:
     count = len(vectors)
     embedder = Embedder.create("small_convnet", DIM, weights="none", image_size=24)
-    rows = table({"path": [f"/images/{i:07d}.jpg" for i in range(count)]})
+    rows = from_columns({"path": [f"/images/{i:07d}.jpg" for i in range(count)]})
     folder = home / f"{size}-{kind.replace(',', '-')}"
     start = time.perf_counter()
     Gallery.build(embedder, rows, folder, kind, vectors=vectors)
@@ -126,7 +126,7 @@ def compare(
     print(f"\n{kind}, {count} vectors")
     print(f"  build {built:.1f} s, plain faiss {built_plain}; open {opened:.3f} s")
     print(f"  recall@10 {recall(found.ids, truth):.4f}, plain {recall(plain_found, truth):.4f}")
-    index = gallery._version.segments[0].index  # type: ignore[union-attr]
+    index = gallery._snapshot.segments[0].index  # type: ignore[union-attr]
     more = K if index is None else index.count(K)
     for batch in BATCHES[size]:
         # A scan takes as long whatever is searched for; an index does not.
@@ -149,7 +149,7 @@ def compare(
         print(f"  {batch} at a time: {shown}", flush=True)
     times = []
     for turn in range(3):
-        more_rows = table({"path": [f"/more/{turn}-{i}.jpg" for i in range(1000)]})
+        more_rows = from_columns({"path": [f"/more/{turn}-{i}.jpg" for i in range(1000)]})
         start = time.perf_counter()
         gallery.add(more_rows, vectors=vectors[:1000])
         times.append(time.perf_counter() - start)
@@ -174,13 +174,13 @@ def measure_filters(kind: str, count: int, dim: int, per_class: int, home: Path)
     labels = draw.integers(classes, size=count)
     embedder = Embedder.create("small_convnet", dim, weights="none", image_size=24)
     names = [f"/images/{i:07d}.jpg" for i in range(count)]
-    rows = table({"path": names, "label": list(map(str, labels))})
+    rows = from_columns({"path": names, "label": list(map(str, labels))})
     start = time.process_time()
     gallery = Gallery.build(
         embedder, rows, home / kind.replace(",", "-"), kind, vectors=some(labels)
     )
     built = time.process_time() - start
-    (info,) = gallery._version.manifest.segments
+    (info,) = gallery._snapshot.manifest.segments
     stored = gallery.vectors(gallery.ids())
     store = Store([stored], np.array([0, count]), "cosine", 1.001)
     print(

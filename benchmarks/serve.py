@@ -33,8 +33,8 @@ from benchmarks.search import DIM, SIZES, data
 from proximetry._util.machine import cores
 from proximetry.models import Embedder
 from proximetry.search import Gallery
-from proximetry.search.rows import table
-from proximetry.web.map import MOST
+from proximetry.search.metadata import from_columns
+from proximetry.web.gallery_map import MAX_POINTS
 
 SIDE, K = 32, 10
 DIFFERENT = 200  # queries
@@ -66,12 +66,12 @@ def build(home: Path, index: str) -> Gallery:
         path.write_bytes(make_image(draw))
     vectors, _ = data(count, classes, 1)
     labels = [f"class {row % classes}" for row in range(count)]
-    rows = table({"path": [str(path) for path in paths], "label": labels})
+    rows = from_columns({"path": [str(path) for path in paths], "label": labels})
     embedder = Embedder.create("small_convnet", DIM, weights="none", image_size=SIDE)
     gallery = Gallery.build(embedder, rows, home / "gallery", index, vectors=vectors)
     maps = home / "cache" / "maps"
     maps.mkdir(parents=True)
-    ids = gallery.ids()[:MOST]
+    ids = gallery.ids()[:MAX_POINTS]
     points = draw.random((len(ids), 2), np.float32)
     np.savez(maps / f"{gallery.version[:32]}.npz", ids=ids, points=points)
     return gallery

@@ -9,15 +9,26 @@ WRITING = os.O_WRONLY | os.O_RDWR
 
 
 def kill_at(event, folder):
-    """Kill this process when it is about to change a file below a folder for the n-th time."""
+    """Kill this process at the n-th change of a file below a folder.
+
+    It is killed before the change, or when an existing file has been truncated to be written.
+    """
     left = [event]
 
+    def kill_if_reached(file=None):
+        left[0] -= 1
+        if left[0] == 0:
+            if file is not None:
+                os.truncate(file, 0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def watch(name, arguments):
-        changes = name in EVENTS or (name == "open" and (arguments[2] or 0) & WRITING)
+        flags = (arguments[2] or 0) if name == "open" else 0
+        changes = name in EVENTS or flags & WRITING
         if changes and str(folder) in os.fsdecode(str(arguments[0])):
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+            kill_if_reached()
+            if flags & os.O_TRUNC and os.path.exists(arguments[0]):
+                kill_if_reached(arguments[0])
 
     sys.addaudithook(watch)
 

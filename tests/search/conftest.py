@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from proximetry.models import Embedder
-from proximetry.search import Gallery, rows
+from proximetry.search import Gallery, metadata
 from tests.training.tiny import make_images
 
 DIM = 8
@@ -22,7 +22,7 @@ def names(first, count):
 
 def make_table(first, count, classes=5):
     labels = [f"class{number % classes}" for number in range(first, first + count)]
-    return rows.table({"path": names(first, count), "label": labels})
+    return metadata.from_columns({"path": names(first, count), "label": labels})
 
 
 def make_vectors(count, seed=0):

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from proximetry.metrics import retrieve
-from proximetry.search import Gallery, gallery, manifest, staging
+from proximetry.search import Gallery, manifest, new_images, snapshot
 from tests.interrupt import completes, kill_at
 from tests.search.conftest import make_embedder, make_table, make_vectors
 from tests.training.tiny import make_images
@@ -41,7 +41,7 @@ def remove(folder):
 
 
 def update(folder):
-    Gallery.open(folder).update(make_table(50, 30), vectors=AFTER)
+    Gallery.open(folder).add(make_table(50, 30), vectors=AFTER, replace=True)
 
 
 def compact(folder):
@@ -95,7 +95,7 @@ def interrupt(change, before, home):
             assert state(folder) == states[0]
         # The next change removes the files of the killed process.
         Gallery.open(folder).remove([])
-        named = {info.name for info in Gallery.open(folder)._version.manifest.segments}
+        named = {info.name for info in Gallery.open(folder)._snapshot.manifest.segments}
         assert {path.name for path in (folder / "segments").iterdir()} == named
         assert not list(folder.glob(".*"))
 
@@ -125,7 +125,7 @@ def update_images(home):
         return np.stack([known[str(file)] for file in files])
 
     def change(folder):
-        Gallery.open(folder).update(files, batch_size=2)
+        Gallery.open(folder).add(files, batch_size=2, replace=True)
 
     def check(folder):
         found = vectors(folder)
@@ -240,11 +240,11 @@ def resume_build(home):
 def main(home):
     torch.set_num_threads(1)
     os.fsync = lambda handle: None  # which takes time, and matters where the power fails
-    gallery.MAX_MERGE_ROWS = 1000
+    snapshot.MAX_MERGED_ROWS = 1000
     manifest.GRACE = 0  # so that the next change removes replaced segments
-    staging.CHUNK = 4
+    new_images.CHUNK = 4
     resumed = resume_build(home / "resumed")
-    staging.CHUNK = 2
+    new_images.CHUNK = 2
     results = {
         "resumed": resumed,
         "build": interrupt(build, [], home / "build"),

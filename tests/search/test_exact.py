@@ -14,7 +14,7 @@ from proximetry.metrics._search.similarities import normalize
 from proximetry.search import duplicates
 from proximetry.search.duplicates import compare_all, group_pairs
 from proximetry.search.exact import Part, Store
-from proximetry.search.segments import no_progress
+from proximetry.search.manifest import ignore
 
 
 def make_store(vectors, similarity, edges=()):
@@ -125,7 +125,7 @@ def test_pairs_above_a_threshold_equal_two_loops(similarity, monkeypatch):
     store, _ = make_store(vectors, similarity, {20, 40})
     positions = np.flatnonzero(draw.random(70) < 0.8)
     least = 0.5 if similarity == "cosine" else -8.0
-    pairs, scores = compare_all(store, positions, least, no_progress)
+    pairs, scores = compare_all(store, positions, least, ignore)
     expected = {}
     for i in positions.tolist():
         for j in positions[positions > i].tolist():
@@ -145,7 +145,7 @@ def test_group_pairs_returns_connected_components():
 
 
 def test_too_many_pairs_are_rejected(monkeypatch):
-    monkeypatch.setattr(duplicates, "_MOST_PAIRS", 100)
+    monkeypatch.setattr(duplicates, "_MAX_PAIRS", 100)
     store, _ = make_store(np.ones((40, 4), np.float32) / 2, "cosine")
     with pytest.raises(ValueError, match="more than 100 pairs"):
-        compare_all(store, np.arange(40), 0.9, no_progress)
+        compare_all(store, np.arange(40), 0.9, ignore)

@@ -19,8 +19,7 @@ from proximetry._util.files import CHECKSUM, json_with_checksum
 from proximetry.data import Catalog, open_image
 from proximetry.metrics import expand_queries, k_reciprocal_distances, retrieve
 from proximetry.metrics._search.similarities import normalize
-from proximetry.search import Gallery, duplicates, indexes, manifest, rows, snapshot
-from proximetry.search import gallery as gallery_module
+from proximetry.search import Gallery, duplicates, indexes, manifest, metadata, snapshot
 from proximetry.search.manifest import DamagedGalleryError
 from tests.search.conftest import DIM, make_embedder, make_table, make_vectors, names
 
@@ -68,12 +67,12 @@ def test_labels_of_a_list_of_files(embedder, images, tmp_path):
     assert found.rows(found.ids())["label"] == ["a", "b", None, "c"]
     with pytest.warns(UserWarning, match="1 new image without a class"):
         found.add(files[4:5])
-    (unchanged,) = found.update(files[:1])  # keeps its class
-    (relabeled,) = found.update(files[1:2], labels=["d"])
+    (unchanged,) = found.add(files[:1], replace=True)  # keeps its class
+    (relabeled,) = found.add(files[1:2], labels=["d"], replace=True)
     assert found.rows([unchanged, relabeled])["label"] == ["a", "d"]
-    table = rows.table({"path": files[4:], "label": ["a", None], "year": [1990, None]})
-    found.update(table)
-    ids = found.update(files[4:])
+    table = metadata.from_columns({"path": files[4:], "label": ["a", None], "year": [1990, None]})
+    found.add(table, replace=True)
+    ids = found.add(files[4:], replace=True)
     assert found.rows(ids) == {"path": files[4:], "label": ["a", None], "year": [1990, None]}
     for wrong in (["x", "y"], "x"):
         with pytest.raises(UsageError, match="labels"):
@@ -88,8 +87,8 @@ def test_shard_members_reject_path_traversal(images, tmp_path):
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:
         for member in members:
             tar.add(image, member)
-    found = rows.make_rows([f"{tmp_path}/sub/../shard.tar::{member}" for member in members])
-    paths = rows.values(found["path"])
+    found = metadata.from_images([f"{tmp_path}/sub/../shard.tar::{member}" for member in members])
+    paths = metadata.values(found["path"])
     assert paths == [f"{tmp_path}/shard.tar::{member}" for member in members]
     for path in paths:
         open_image(path)
@@ -98,8 +97,10 @@ def test_shard_members_reject_path_traversal(images, tmp_path):
 def test_symlink_parent_is_resolved(tmp_path):
     (tmp_path / "far" / "inner").mkdir(parents=True)
     (tmp_path / "near").symlink_to(tmp_path / "far" / "inner")
-    found = rows.make_rows([str(tmp_path / "near" / ".." / "1.png"), str(tmp_path / "near/2.png")])
-    assert rows.values(found["path"]) == [f"{tmp_path}/far/1.png", f"{tmp_path}/near/2.png"]
+    found = metadata.from_images(
+        [str(tmp_path / "near" / ".." / "1.png"), str(tmp_path / "near/2.png")]
+    )
+    assert metadata.values(found["path"]) == [f"{tmp_path}/far/1.png", f"{tmp_path}/near/2.png"]
 
 
 def test_where_filters_exactly(gallery):
@@ -118,7 +119,7 @@ def test_where_filters_exactly(gallery):
 
 
 def test_numeric_columns_and_missing_values(embedder, tmp_path):
-    table = rows.table({"path": names(0, 3), "year": [1990, 2001, 2001]})
+    table = metadata.from_columns({"path": names(0, 3), "year": [1990, 2001, 2001]})
     found = Gallery.build(embedder, table, tmp_path / "g", vectors=make_vectors(3))
     found.add(make_table(3, 2), vectors=make_vectors(2, seed=1))
     assert found.ids({"year": 2001}).tolist() == [1, 2]
@@ -135,12 +136,10 @@ def test_numeric_columns_and_missing_values(embedder, tmp_path):
 
 
 def test_column_type_may_widen(embedder, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        gallery_module, "MAX_MERGE_ROWS", 0
-    )  # segments keep the types they came with
+    monkeypatch.setattr(snapshot, "MAX_MERGED_ROWS", 0)  # segments keep the types they came with
 
     def table(first, **columns):
-        return rows.table({"path": names(first, 2), **columns})
+        return metadata.from_columns({"path": names(first, 2), **columns})
 
     found = Gallery.build(
         embedder, table(0, size=[9, 10], hue=[None] * 2), tmp_path / "g", vectors=make_vectors(2)
@@ -185,15 +184,15 @@ def test_changes_keep_ids_and_search_equals_retrieve(gallery):
         assert gallery.rows([61 + 1])["path"] == names(62, 1)
         gallery.verify()
         gallery.compact()
-    assert len(gallery._version.segments) == 1
-    assert not len(gallery._version.deleted)
+    assert len(gallery._snapshot.segments) == 1
+    assert not len(gallery._snapshot.deleted)
     again = Gallery.open(gallery.path)
     assert np.array_equal(again.search(everything[:9], 6).ids, found.ids)
 
 
 def test_update_embeds_again_and_gives_new_ids(gallery):
     new = make_vectors(3, seed=5)
-    assert gallery.update(make_table(58, 3), vectors=new).tolist() == [60, 61, 62]
+    assert gallery.add(make_table(58, 3), vectors=new, replace=True).tolist() == [60, 61, 62]
     assert len(gallery) == 61
     assert gallery.ids({"path": names(58, 3)}).tolist() == [60, 61, 62]
     assert gallery.search(new, 1).ids.ravel().tolist() == [60, 61, 62]
@@ -250,7 +249,7 @@ def test_bad_images_raise_or_are_skipped(embedder, images, tmp_path):
     assert "not an image" in found.skipped[0].reason
     assert len(found.add([bad], bad_images="skip")) == 0
     assert str(bad) not in found.search([catalog.file(0)], 48).paths
-    with pytest.raises(ValueError, match="of 1 image: "):
+    with pytest.raises(ValueError, match="1 image cannot be read: "):
         Gallery.build(embedder, [bad], tmp_path / "h", bad_images="skip")
 
 
@@ -302,19 +301,19 @@ def test_damaged_manifest_is_rejected(gallery):
 
 
 def test_manifest_rejects_path_traversal_and_repeated_segments(gallery):
-    current = gallery._version.manifest
+    current = gallery._snapshot.manifest
     (info,) = current.segments
     renamed = [dataclasses.replace(info, name=name) for name in ("../../etc", "", "A" * 32)]
     for segments in (*((one,) for one in renamed), (info, info)):
         changed = dataclasses.replace(current, segments=segments, next_id=120)
         manifest.write_manifest(gallery.path, changed)
-        with pytest.raises(DamagedGalleryError, match=r"(invalid|duplicate) segment"):
+        with pytest.raises(DamagedGalleryError, match=r"invalid segment|ids are not"):
             Gallery.open(gallery.path)
 
 
 def test_truncated_and_missing_files_are_detected(gallery):
     gallery.remove([3])
-    home = gallery.path / "segments" / gallery._version.manifest.segments[0].name
+    home = gallery.path / "segments" / gallery._snapshot.manifest.segments[0].name
     for file in (*home.iterdir(), *gallery.path.glob("deleted-*.npy")):
         content = file.read_bytes()
         for broken in (content[:-1], content + b"\0", b""):
@@ -336,7 +335,7 @@ def test_bit_flips_never_reach_a_new_gallery(tmp_path, similarity):
     built.remove([3, 7])
     queries = make_vectors(2, seed=1)
     expected = built.search(queries, 60).ids
-    home = built.path / "segments" / built._version.manifest.segments[0].name
+    home = built.path / "segments" / built._snapshot.manifest.segments[0].name
     sealed = (built.path / "gallery.json").read_bytes()
     draw = np.random.default_rng(0)
 
@@ -361,8 +360,8 @@ def test_bit_flips_never_reach_a_new_gallery(tmp_path, similarity):
             except (DamagedGalleryError, UsageError):  # such as no image of class1
                 pass
             else:
-                assert file.name in ("vectors.npy", "squares.npy", "rows.arrow")
-                if file.name == "rows.arrow":
+                assert file.name in ("vectors.npy", "squares.npy", "metadata.arrow")
+                if file.name == "metadata.arrow":
                     assert np.array_equal(ids, expected)
             for change in (
                 built.verify,
@@ -388,7 +387,7 @@ def test_replaced_segments_stay_for_a_grace_period(gallery, monkeypatch):
     assert len(list((gallery.path / "segments").iterdir())) == 2
     monkeypatch.setattr(manifest, "GRACE", 0)
     gallery.remove([2])
-    named = [info.name for info in gallery._version.manifest.segments]
+    named = [info.name for info in gallery._snapshot.manifest.segments]
     assert [path.name for path in (gallery.path / "segments").iterdir()] == named
     Gallery.open(gallery.path).verify()
 
@@ -421,7 +420,7 @@ def test_rebuilt_gallery_rejects_changes_until_refresh(gallery):
     assert reader.embedder.fingerprint() == old
     for change in (
         lambda: reader.add(make_table(5, 1), vectors=make_vectors(1)),
-        lambda: reader.update(make_table(0, 1), vectors=make_vectors(1)),
+        lambda: reader.add(make_table(0, 1), vectors=make_vectors(1), replace=True),
         lambda: reader.remove([0]),
     ):
         with pytest.raises(ValueError, match=r"refresh\(\)"):
@@ -486,7 +485,7 @@ def test_lock_timeout_names_the_writer(gallery, monkeypatch):
     monkeypatch.setattr(manifest, "LOCK_SECONDS", 0.1)
     lines = []
     with (
-        manifest.locked(gallery.path, print),
+        manifest.write_lock(gallery.path, print),
         pytest.raises(ValueError, match=rf"process {os.getpid()} "),
     ):
         gallery.remove([1], report=lines.append)
@@ -495,14 +494,14 @@ def test_lock_timeout_names_the_writer(gallery, monkeypatch):
 
 
 def test_adding_rewrites_only_small_segments(gallery, monkeypatch):
-    monkeypatch.setattr(gallery_module, "MAX_MERGE_ROWS", 40)
-    first = gallery._version.manifest.segments[0]
+    monkeypatch.setattr(snapshot, "MAX_MERGED_ROWS", 40)
+    first = gallery._snapshot.manifest.segments[0]
     file = gallery.path / "segments" / first.name / "vectors.npy"
     before = os.stat(file)
     for turn in range(12):
         gallery.add(make_table(60 + 5 * turn, 5), vectors=make_vectors(5, seed=turn))
         assert os.stat(file).st_ino == before.st_ino
-    sizes = [info.rows for info in gallery._version.manifest.segments]
+    sizes = [info.rows for info in gallery._snapshot.manifest.segments]
     assert sizes[0] == 60
     assert sum(sizes) == 120
     assert len(sizes) <= 5
@@ -516,7 +515,7 @@ def test_adding_rewrites_only_small_segments(gallery, monkeypatch):
 @pytest.fixture
 def indexed(monkeypatch):
     """Indexes for small galleries too."""
-    monkeypatch.setattr(indexes, "LEAST_INDEXED", 500)
+    monkeypatch.setattr(indexes, "MIN_INDEXED_ROWS", 500)
 
 
 @pytest.mark.parametrize(
@@ -548,7 +547,7 @@ def test_index_candidates_are_rescored_exactly(embedder, tmp_path, indexed, kind
     assert np.array_equal(some.ids, allowed[exact.ids])
     found.verify()
     found.compact()
-    assert [info.rows for info in found._version.manifest.segments] == [len(found)]
+    assert [info.rows for info in found._snapshot.manifest.segments] == [len(found)]
     assert np.mean(found.search(queries, 1).ids[:, 0] == ids) > 0.9
 
 
@@ -591,8 +590,8 @@ def test_empty_gallery(gallery):
 def test_compact_reports_the_index(gallery, monkeypatch):
     lines = []
     gallery.compact(report=lines.append)
-    monkeypatch.setattr(indexes, "MOST_EXACT", 50)
-    monkeypatch.setattr(indexes, "LEAST_INDEXED", 50)
+    monkeypatch.setattr(indexes, "MAX_FLAT_ROWS", 50)
+    monkeypatch.setattr(indexes, "MIN_INDEXED_ROWS", 50)
     gallery.compact(report=lines.append)
     assert lines == [
         "index: Flat for 60 images: every search is exact",
@@ -621,12 +620,12 @@ def test_duplicates_allow_for_rounding_of_the_cosine(gallery):
     assert sorted(found.pairs.tolist()) == [[i, i + 60] for i in range(60)]
 
 
-@pytest.mark.parametrize("compared", [0, duplicates.COMPARED])
+@pytest.mark.parametrize("compared", [0, duplicates.MAX_COMPARED_ROWS])
 @pytest.mark.parametrize("kind", ["HNSW16", "IVF8,Flat"])
 def test_duplicates_with_an_index_are_complete(
     embedder, tmp_path, indexed, monkeypatch, kind, compared
 ):
-    monkeypatch.setattr(duplicates, "COMPARED", compared)
+    monkeypatch.setattr(duplicates, "MAX_COMPARED_ROWS", compared)
     monkeypatch.setattr(snapshot, "MIN_LIST_SHARE", 1)
     vectors = make_vectors(1500)
     vectors[300:310] = vectors[:10]

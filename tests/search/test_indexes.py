@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from proximetry.models import Embedder
-from proximetry.search import Gallery, indexes, rows, snapshot
+from proximetry.search import Gallery, indexes, metadata, snapshot
 from tests.search.conftest import names
 
 COUNT, CLASSES, DIM = 12_000, 100, 32
@@ -28,7 +28,7 @@ VECTORS = draw_clusters(LABELS, seed=1)
 def build(path, kind="auto", **options):
     torch.manual_seed(0)
     embedder = Embedder.create("small_convnet", DIM, weights="none", image_size=24)
-    table = rows.table({"path": names(0, COUNT), "label": list(map(str, LABELS))})
+    table = metadata.from_columns({"path": names(0, COUNT), "label": list(map(str, LABELS))})
     return Gallery.build(embedder, table, path, kind, vectors=VECTORS, **options)
 
 
@@ -86,19 +86,19 @@ def test_long_lists_are_filled(gallery):
 def test_plain_recall_reaches_the_goal_with_every_index(gallery):
     queries = draw_clusters(np.arange(CLASSES), seed=2)
     assert recall(gallery.search(queries, 10), queries, LABELS >= 0) >= 0.97
-    (info,) = gallery._version.manifest.segments
+    (info,) = gallery._snapshot.manifest.segments
     assert info.recall >= indexes.RECALL
 
 
 @pytest.mark.parametrize(("graph", "kind"), [(COUNT, "HNSW32"), (0, "IVF512,SQ8")])
 def test_auto_reports_recall_of_large_galleries(tmp_path, monkeypatch, graph, kind):
-    monkeypatch.setattr(indexes, "MOST_EXACT", 100)
-    monkeypatch.setattr(indexes, "MOST_GRAPH", graph)
+    monkeypatch.setattr(indexes, "MAX_FLAT_ROWS", 100)
+    monkeypatch.setattr(indexes, "MAX_GRAPH_ROWS", graph)
     lines = []
     found = build(tmp_path / "g", report=lines.append)
     queries = draw_clusters(np.arange(CLASSES), seed=2)
     assert recall(found.search(queries, 10), queries, LABELS >= 0) >= 0.97
-    (info,) = found._version.manifest.segments
+    (info,) = found._snapshot.manifest.segments
     assert info.index == kind
     assert info.recall >= indexes.RECALL
     assert len(lines) == 1
@@ -108,16 +108,16 @@ def test_auto_reports_recall_of_large_galleries(tmp_path, monkeypatch, graph, ki
 
 def test_low_recall_raises_the_effort_that_is_stored(tmp_path):
     found = build(tmp_path / "g", "PCA8,Flat")
-    (info,) = found._version.manifest.segments
+    (info,) = found._snapshot.manifest.segments
     assert info.effort > 1
     assert info.recall >= indexes.RECALL
-    assert Gallery.open(tmp_path / "g")._version.segments[0].index.effort == info.effort
+    assert Gallery.open(tmp_path / "g")._snapshot.segments[0].index.effort == info.effort
 
 
 def test_recall_below_the_goal_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(indexes, "MOST_EFFORT", 1)
+    monkeypatch.setattr(indexes, "MAX_EFFORT", 1)
     lines = []
     found = build(tmp_path / "g", "PCA2,Flat", report=lines.append)
-    (info,) = found._version.manifest.segments
+    (info,) = found._snapshot.manifest.segments
     assert info.recall < indexes.RECALL
     assert "below 0.98" in lines[0]

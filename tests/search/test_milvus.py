@@ -12,7 +12,7 @@ from proximetry import cli
 from proximetry._util.errors import UsageError
 from proximetry.data import Catalog
 from proximetry.metrics import retrieve
-from proximetry.search import Gallery, milvus, rows, staging
+from proximetry.search import Gallery, metadata, milvus, new_images
 from tests.search.conftest import make_embedder, make_table, make_vectors, names
 
 pytest.importorskip("milvus_lite")
@@ -129,14 +129,14 @@ def test_changes_by_several_writers(embedder, address):
     with pytest.raises(UsageError, match="2 images already"):
         first.add(make_table(23, 4), vectors=make_vectors(4, seed=1))
     again = make_vectors(4, seed=2)
-    renewed = first.update(make_table(23, 4), vectors=again)
+    renewed = first.add(make_table(23, 4), vectors=again, replace=True)
     assert len(second) == 27
     assert np.array_equal(renewed[:2], new[3:])  # an id belongs to a path
     assert np.allclose(second.vectors(renewed), again / np.linalg.norm(again, axis=1)[:, None])
     assert sorted(second.rows(second.ids())["path"]) == names(0, 27)
     second.remove(before[:10])
     assert len(first) == 17
-    assert first.known(names(9, 2)) == [False, True]
+    assert first.contains(names(9, 2)) == [False, True]
     assert not set(first.search(make_vectors(20), 17).ids.ravel().tolist()) & set(before[:10])
     with pytest.raises(UsageError, match=f"has the id {before[0]}"):
         first.remove(before[:1])
@@ -167,7 +167,7 @@ def test_any_text_is_stored_and_filtered(embedder, address):
     paths = [f"/images/{text.replace(chr(47), '_')}{row}" for row, text in enumerate(HOSTILE)]
     columns = {"path": paths, "label": HOSTILE, 'odd "name\\': HOSTILE[::-1], "vector": HOSTILE}
     found = Gallery.build(
-        embedder, rows.table(columns), address, vectors=make_vectors(len(HOSTILE))
+        embedder, metadata.from_columns(columns), address, vectors=make_vectors(len(HOSTILE))
     )
     ids = by_path(found, paths)
     assert {name: found.rows(ids)[name] for name in columns} == columns
@@ -181,10 +181,10 @@ def test_any_text_is_stored_and_filtered(embedder, address):
 
 def test_numeric_columns_and_missing_values(embedder, address):
     columns = {"year": [1990, 2001, 2001], "ok": [True, False, None], "x": [0.5, 2, 3]}
-    table = rows.table({"path": names(0, 3), **columns})
+    table = metadata.from_columns({"path": names(0, 3), **columns})
     found = Gallery.build(embedder, table, address, vectors=make_vectors(3))
     other = Gallery.open(address)
-    more = rows.table({"path": names(3, 2), "label": ["a", "b"], "color": ["red", "7"]})
+    more = metadata.from_columns({"path": names(3, 2), "label": ["a", "b"], "color": ["red", "7"]})
     found.add(more, vectors=make_vectors(2, seed=1))
     other.refresh()
     ids = by_path(found, names(0, 5))
@@ -224,7 +224,7 @@ def test_approximate_index(embedder, address):
 
 def test_interrupted_build_resumes(embedder, images, address, monkeypatch):
     catalog = Catalog.from_folder(images)
-    monkeypatch.setattr(staging, "CHUNK", 10)
+    monkeypatch.setattr(new_images, "CHUNK", 10)
     encode, done = type(embedder).encode, []
 
     def count(self, files, *args, **options):
@@ -250,7 +250,7 @@ def test_interrupted_build_resumes(embedder, images, address, monkeypatch):
     built = Gallery.build(embedder, catalog, address)
     assert len(built) == 48
     assert not (parsed.folder / "staging").exists()
-    assert parsed.temporary_name not in built._version.client.list_collections()
+    assert parsed.temporary_name not in built._snapshot.client.list_collections()
 
 
 def stop(*args, **options):
@@ -259,12 +259,12 @@ def stop(*args, **options):
 
 def test_interrupted_addition_resumes(embedder, address, monkeypatch):
     found = Gallery.build(embedder, make_table(0, 5), address, vectors=make_vectors(5))
-    monkeypatch.setattr(milvus, "_ROWS", 4)
+    monkeypatch.setattr(milvus, "_MAX_ROWS", 4)
     more, vectors = make_table(5, 10), make_vectors(10, seed=1)
     with pytest.raises(KeyboardInterrupt):
         found.add(more, vectors=vectors, progress=stop)
     assert len(found) == 9
-    found.update(more, vectors=vectors)
+    found.add(more, vectors=vectors, replace=True)
     assert sorted(found.rows(found.ids())["path"]) == names(0, 15)
 
 
@@ -305,25 +305,25 @@ def test_errors_of_milvus_name_the_address(embedder, file, address, monkeypatch)
         Gallery.build(embedder, make_table(0, 3), f"{address}2", "BFlat")
     with pytest.raises(UsageError, match="no gallery"):
         Gallery.open(f"{address}2")
-    client, name = built._version.client, f"{built._version.name}_theirs"
+    client, name = built._snapshot.client, f"{built._snapshot.name}_theirs"
     client.create_collection(name, dimension=4)
     with pytest.raises(UsageError, match="not a gallery"):
         Gallery.open(f"milvus:{file}/{name}")
-    client.alter_collection_properties(built._version.name, {"proximetry": '{"version": 7}'})
+    client.alter_collection_properties(built._snapshot.name, {"proximetry": '{"version": 7}'})
     with pytest.raises(ValueError, match="format version 7"):
         built.refresh()
-    client.drop_collection(built._version.name)
+    client.drop_collection(built._snapshot.name)
     with pytest.raises(ValueError, match="does not exist"):
         built.search(make_vectors(1))
 
 
 def test_largest_k(embedder, address, monkeypatch):
-    monkeypatch.setattr(milvus, "MOST", 50)
+    monkeypatch.setattr(milvus, "MAX_K", 50)
     table, vectors = make_table(0, 120), np.tile(make_vectors(1), (120, 1))
     found = Gallery.build(embedder, table, address, vectors=vectors)
     result = found.search(vectors[:1], 10)  # a hundred and twenty are equally near
     assert len(set(result.ids[0].tolist())) == 10
-    with pytest.raises(UsageError, match="up to 50"):
+    with pytest.raises(UsageError, match="at most 50"):
         found.search(vectors[:1], 51)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from proximetry import cli
-from proximetry.search import Gallery, staging
+from proximetry.search import Gallery, new_images
 from tests.search.conftest import make_embedder
 from tests.training.ranks import Ranks
 
@@ -15,10 +15,10 @@ from tests.training.ranks import Ranks
 COMMAND = """
 import os, signal, sys
 from proximetry.cli import main
-from proximetry.search import staging
+from proximetry.search import new_images
 
-staging.CHUNK = 7
-write, written = staging._write, []
+new_images.CHUNK = 7
+write, written = new_images._write, []
 
 def count(*arguments):
     written.append(write(*arguments))
@@ -27,7 +27,7 @@ def count(*arguments):
     print("staged", file=sys.stderr)
     return written[-1]
 
-staging._write = count
+new_images._write = count
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -39,7 +39,7 @@ def home(images, tmp_path, monkeypatch):
     (tmp_path / "images/class01/bad.png").write_bytes(b"nonsense")
     make_embedder().save(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(staging, "CHUNK", 7)
+    monkeypatch.setattr(new_images, "CHUNK", 7)
     return tmp_path
 
 

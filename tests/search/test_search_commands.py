@@ -79,11 +79,11 @@ def test_index_reports_missing_and_changed_files(home, call):
     document = json.loads(call("index", "images/class01", "--json"))
     assert (document["missing"], document["changed"]) == (0, 0)
     gallery = Gallery.open("gallery")
-    missing, changed = gallery.outdated("images")
-    gallery.update(changed)
+    missing, changed = gallery.check_files("images")
+    gallery.add(changed, replace=True)
     gallery.remove(gallery.ids({"path": missing}))
     gallery.compact()
-    assert gallery.outdated(home) == ([], [])
+    assert gallery.check_files(home) == ([], [])
     (updated,) = gallery.ids({"path": changed})
     assert gallery.rows([updated])["label"] == ["class03"]
     assert "missing" not in call("index", "images")
@@ -182,6 +182,7 @@ def test_removed_results_are_marked(tmp_path):
         np.array([[0.5]], np.float32),
         "cosine",
         ("path", "label"),
+        scores=None,
         _positions=np.array([[5]]),
         _take=lambda places, columns: {name: [None] for name in columns},
     )

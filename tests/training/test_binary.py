@@ -80,7 +80,7 @@ def test_train_embed_index_and_search_codes(call, images, cache, tmp_path, monke
     # All 48 images are candidates, so the vectors decide alone.
     assert both["metrics"] == vectors["metrics"]
 
-    monkeypatch.setattr(indexes, "LEAST_INDEXED", 10)
+    monkeypatch.setattr(indexes, "MIN_INDEXED_ROWS", 10)
     assert "index: BFlat for 48 images" in call("index", images, "--model", "run")
     assert Gallery.open("gallery").index == "BFlat"
     query = next(images.rglob("*.png"))

@@ -13,14 +13,14 @@ from PIL import Image
 from proximetry import metrics
 from proximetry.data import Catalog
 from proximetry.search import Gallery
-from proximetry.web import make_app, view
-from proximetry.web import map as gallery_map
+from proximetry.web import gallery_map, live_gallery, make_app
 from proximetry.web.middleware import AccessMiddleware
 from tests.processes import Process
 from tests.search.conftest import make_embedder
 from tests.training.tiny import make_images
 
 CLASSES, EACH = 6, 6
+TOKEN = "correct-horse-battery-staple"
 SERVE = """
 import sys
 from proximetry.cli import main
@@ -70,7 +70,7 @@ def shared(tmp_path_factory):
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     """A gallery that a test may change, and that is checked every time."""
-    monkeypatch.setattr(view, "_CHECK_EVERY", 0.0)
+    monkeypatch.setattr(live_gallery, "_CHECK_INTERVAL", 0.0)
     return make_gallery(tmp_path)
 
 

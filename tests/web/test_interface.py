@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from PIL import Image
 
 from proximetry.data import open_image
-from proximetry.search import Gallery, rows
-from proximetry.web import make_app, view
-from proximetry.web import map as gallery_map
+from proximetry.search import Gallery, metadata
+from proximetry.web import gallery_map, live_gallery, make_app
 from proximetry.web.middleware import AccessMiddleware
 from tests.search.conftest import make_embedder, make_table, make_vectors
 from tests.web.conftest import CLASSES, EACH, client_of, png
@@ -199,7 +198,7 @@ def test_damaged_map_is_ignored(tmp_path, monkeypatch):
 
 def test_map_samples_large_galleries(tmp_path, monkeypatch):
     monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(gallery_map, "MOST", 9)
+    monkeypatch.setattr(gallery_map, "MAX_POINTS", 9)
     table, vectors = make_table(0, 60), make_vectors(60)
     gallery = Gallery.build(make_embedder(), table, tmp_path / "gallery", vectors=vectors)
     ids, _ = gallery_map.sample(gallery)
@@ -227,7 +226,7 @@ def test_failed_map_is_logged(real_maps, own, tmp_path, monkeypatch, caplog, cap
         )
         assert client.get("/map").status_code == 503
         assert not started
-        monkeypatch.setattr(gallery_map, "_RETRY", 0.0)  # when a minute has gone by
+        monkeypatch.setattr(gallery_map, "_RETRY_SECONDS", 0.0)  # when a minute has gone by
         assert client.get("/map").status_code == 202
         assert started == [own.version]
 
@@ -249,7 +248,7 @@ def test_server_follows_changes_of_the_gallery(own, own_client, monkeypatch):
     (new,) = other.add([file], labels=[None])
     assert own_client.get(f"/items/{new}").json()["file"] == "new.png"
     assert own_client.get("/gallery").json()["images"] == TOTAL - 1
-    table = rows.table({"path": ["/images/red.png"], "label": ["new"], "color": ["red"]})
+    table = metadata.from_columns({"path": ["/images/red.png"], "label": ["new"], "color": ["red"]})
     (red,) = other.add(table, vectors=make_vectors(1))
     matches = results(own_client.post("/search", data={"id": 0, "where": "color=red"}))
     assert [one["id"] for one in matches] == [red]
@@ -273,7 +272,7 @@ def test_rebuilt_gallery_has_its_embedder_and_no_old_map(own, own_client, monkey
 
 
 def test_event_loop_reads_no_files(own, own_client, monkeypatch):
-    follow, looks = view.View._follow, []
+    follow, looks = live_gallery.LiveGallery._reload, []
 
     def followed(self):
         try:
@@ -283,7 +282,7 @@ def test_event_loop_reads_no_files(own, own_client, monkeypatch):
             looks.append("thread")
         follow(self)
 
-    monkeypatch.setattr(view.View, "_follow", followed)
+    monkeypatch.setattr(live_gallery.LiveGallery, "_reload", followed)
     for data in ({"id": 0}, {"id": 0, "where": "label=class01"}):
         assert results(own_client.post("/search", data=data))
     assert results(own_client.post("/search", files={"image": ("x.png", png())}))
@@ -311,7 +310,9 @@ def test_an_empty_gallery(own, own_client):
 
 def test_paths_that_are_not_utf8_and_nan(tmp_path):
     names = [os.fsdecode(b"/images/caf\xe9.png"), "/images/b.png"]
-    table = rows.table({"path": names, "label": [os.fsdecode(b"\xff"), "b"], "size": [1.5, np.nan]})
+    table = metadata.from_columns(
+        {"path": names, "label": [os.fsdecode(b"\xff"), "b"], "size": [1.5, np.nan]}
+    )
     gallery = Gallery.build(make_embedder(), table, tmp_path / "gallery", vectors=make_vectors(2))
     with client_of(gallery.path) as client:
         item = client.get("/items/0").json()

@@ -8,12 +8,11 @@ import time
 import pytest
 
 from proximetry.data import open_image
-from tests.web.conftest import CLASSES, EACH, cache_map, png, start
+from tests.web.conftest import CLASSES, EACH, TOKEN, cache_map, png, start
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 TOTAL = CLASSES * EACH
-TOKEN = "correct-horse-battery-staple"
 
 
 @pytest.fixture(scope="module")

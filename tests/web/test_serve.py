@@ -14,9 +14,7 @@ import uvicorn
 
 from proximetry.cli import main
 from proximetry.web import server as serving
-from tests.web.conftest import bomb, cache_map, png, start
-
-TOKEN = "correct-horse-battery-staple"
+from tests.web.conftest import TOKEN, bomb, cache_map, png, start
 
 
 @pytest.mark.parametrize(
@@ -175,9 +173,7 @@ POST = b"POST /search HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\
 FLOODS = {
     "URL": (b"GET /", b"a" * 6),
     "header line": (GET + b"x: ", b"a" * 6),
-    "many headers": (GET, b"a: b\r\n"),
     "trailer line": (POST + b"0\r\nx: ", b"a" * 6),
-    "many trailers": (POST + b"0\r\n", b"a: b\r\n"),
     "small chunks": (POST, b"1\r\na\r\n"),
     "chunk extension": (POST + b"1;", b"a" * 6),
     "pipelined requests": (b"", GET + b"\r\n"),
@@ -195,8 +191,10 @@ def send_until_closed(connection, block, other):
 def test_floods_are_disconnected(guarded, name):
     head, unit = FLOODS[name]
     place = guarded[1].hostname, guarded[1].port
-    base = "http://{}:{}".format(*place)
-    with httpx.Client(base_url=base, timeout=10) as other, socket.socket() as connection:
+    with (
+        httpx.Client(base_url=guarded[1].geturl(), timeout=10) as other,
+        socket.socket() as connection,
+    ):
         connection.settimeout(10)
         connection.connect(place)
         connection.sendall(head)
@@ -209,7 +207,6 @@ def test_log_stays_empty_after_disconnects_and_bombs(guarded):
     process, address = guarded
     place, before = (address.hostname, address.port), process.output()
     bearer = {"authorization": f"Bearer {TOKEN}"}
-    base = "http://{}:{}".format(*place)
     head = f"Host: localhost\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
     form = b"Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 9999\r\n\r\n"
     for request in (
@@ -223,7 +220,7 @@ def test_log_stays_empty_after_disconnects_and_bombs(guarded):
                 connection.sendall(request)
     for size in ((10_000, 9_500), (20_000, 9_000)):  # Pillow warns about one and rejects the other
         files = {"image": ("x.png", bomb(*size))}
-        answer = httpx.post(f"{base}/search", files=files, headers=bearer)
+        answer = httpx.post(f"{address.geturl()}/search", files=files, headers=bearer)
         assert answer.status_code == 415
         assert "too large" in answer.json()["detail"]
     assert process.output() == before

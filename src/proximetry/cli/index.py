@@ -47,7 +47,7 @@ def index(
         for word in images:
             check_exists(Path(word).expanduser())  # before torch is imported
     from proximetry.search.manifest import EMBEDDER, MANIFEST, is_milvus
-    from proximetry.search.staging import distributed_workers, worker_loop
+    from proximetry.search.new_images import distributed_workers, worker_loop
 
     with processes(device) as world:
         device = str(world.device) if world.size > 1 else device
@@ -77,7 +77,7 @@ def index(
     missing, changed = set[str](), set[str]()
     for folder in map(os.path.expanduser, images):
         if exists and os.path.isdir(folder) and not is_milvus(gallery):
-            absent, newer = opened.outdated(folder)
+            absent, newer = opened.check_files(folder)
             missing.update(absent)
             changed.update(newer)
     skipped = list(map(str, opened.skipped))
@@ -97,7 +97,7 @@ def index(
         notes.append(
             f"{len(missing)} missing and {len(changed)} changed files since indexing: "
             f"{outdated}. To update the gallery, in Python: "
-            "missing, changed = gallery.outdated(FOLDER); gallery.update(changed); "
+            "missing, changed = gallery.check_files(FOLDER); gallery.add(changed, replace=True); "
             'gallery.remove(gallery.ids({"path": missing}))'
         )
     lines = first_few([f"skipped {one}" for one in skipped], "the document of --json")
@@ -120,7 +120,7 @@ def _index(
     """Build a gallery, or add the new images to it; return it and their number."""
     from proximetry.search import Gallery
     from proximetry.search.manifest import EMBEDDER
-    from proximetry.search.rows import arrow, values
+    from proximetry.search.metadata import arrow, values
 
     if not exists:
         if model is None:
@@ -137,7 +137,7 @@ def _index(
             f"the gallery {gallery} was built with --index {opened.index}. Remove it, or choose "
             "another one with --gallery."
         )
-    is_indexed = opened.known(values(table["path"]))
+    is_indexed = opened.contains(values(table["path"]))
     if any(is_indexed):
         options["report"](f"{format_int(sum(is_indexed))} images are already in {gallery}")
     if all(is_indexed):
@@ -155,7 +155,7 @@ def _find_rows(
     """Return the images of files, folders, tables and shards, and notes on them."""
     from proximetry.cli.inputs import find_catalog, find_images
     from proximetry.data import VectorCatalog
-    from proximetry.search import rows
+    from proximetry.search import metadata
 
     tables, notes = [], []
     for word in words:
@@ -163,14 +163,16 @@ def _find_rows(
         if isinstance(catalog, VectorCatalog) and not catalog.has_paths:
             raise UsageError(f"{word} has vectors without paths. Pass images instead.")
         if catalog is not None:
-            tables.append(rows.make_rows(catalog))
+            tables.append(metadata.from_images(catalog))
             notes += catalog.remarks()
         elif (files := find_images([word]))[0]:
             paths, labels = zip(*files[0], strict=True)
-            tables.append(rows.table({"path": [*map(rows.absolute, paths)], "label": labels}))
+            tables.append(
+                metadata.from_columns({"path": [*map(metadata.absolute, paths)], "label": labels})
+            )
             notes += files[1]
     if not tables:
         raise UsageError(f"no images in {', '.join(words) or 'the arguments'}. Pass some.")
-    table = rows.stack(tables)
+    table = metadata.concat(tables)
     first = {path: row for row, path in reversed([*enumerate(table["path"].to_pylist())])}
-    return table.take(rows.arrow().array(sorted(first.values()))), notes
+    return table.take(metadata.arrow().array(sorted(first.values()))), notes

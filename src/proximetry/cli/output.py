@@ -98,6 +98,6 @@ def columns(entries: Mapping[str, Sequence[str]]) -> str:
 
 def relative_path(path: str | None) -> str:
     """Return a path relative to the working folder, if it is below."""
-    from proximetry.search.result import REMOVED
+    from proximetry.search.search_result import REMOVED
 
     return REMOVED if path is None else path.removeprefix(f"{os.getcwd()}{os.sep}")

@@ -45,7 +45,7 @@ def search(
     from proximetry.cli.inputs import check_exists
     from proximetry.data.folders import split_shard_path
     from proximetry.search.manifest import MANIFEST
-    from proximetry.search.rows import parse_conditions
+    from proximetry.search.metadata import parse_conditions
 
     if not queries:
         raise UsageError("no images to search for. Pass image files.")

@@ -7,7 +7,7 @@ from proximetry._util.imports import lazy_exports
 if TYPE_CHECKING:
     from proximetry.search.duplicates import Duplicates
     from proximetry.search.gallery import Gallery
-    from proximetry.search.result import SearchResult
+    from proximetry.search.search_result import SearchResult
     from proximetry.search.sheet import contact_sheet
 
 __all__ = ["Duplicates", "Gallery", "SearchResult", "contact_sheet"]
@@ -17,7 +17,7 @@ __getattr__ = lazy_exports(
     {
         "duplicates": ("Duplicates",),
         "gallery": ("Gallery",),
-        "result": ("SearchResult",),
+        "search_result": ("SearchResult",),
         "sheet": ("contact_sheet",),
     },
     extra="search",

@@ -1,4 +1,4 @@
-"""Near-duplicates of a gallery: pairs above a threshold, their groups, the default threshold."""
+"""`Duplicates` of a gallery: pairs above a threshold, their groups, the default threshold."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ from proximetry.data import ImageError, open_image
 from proximetry.metrics._search.problem import connected_components
 from proximetry.metrics._search.similarities import full_precision
 from proximetry.models import Embedder
-from proximetry.search.exact import FloatArray, Part, Scores, Store, take
-from proximetry.search.segments import prepare_vectors
+from proximetry.search.exact import FloatArray, Part, Scores, Store, as_similarities, take
+from proximetry.search.segment import prepare_vectors
+from proximetry.search.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from proximetry.search.gallery import Version
+    from proximetry.search.gallery import AnySnapshot
 
-COMPARED = 250_000  # rows; all pairs of them take 10 minutes at 512 dimensions on one core
+MAX_COMPARED_ROWS = 250_000  # their pairs take 10 minutes at 512 dimensions on one core
+ROUNDING = 2.0**-22  # bounds 1 − the cosine of a float32 unit vector with its copy
 _TILE = 4096
-_MOST_PAIRS = 10_000_000
-_NEIGHBORS = 32  # that are searched first for each image of a large gallery
-_SAMPLE = 50  # images that the default threshold is measured with
-_MISSED = 0.1  # share of altered copies that may be less similar than the threshold
-_DEVIATIONS = 2.0  # robust standard deviations from which on a neighbor is unusually near
-_SIDE = 512  # images are decoded at up to twice this size, which is enough for networks
+_MAX_PAIRS = 10_000_000
+_NEIGHBORS = 32  # first k for each image of a large gallery
+_SAMPLE_SIZE = 50  # images that the default threshold is measured with
+_MISSED_COPIES = 0.1  # share of altered copies that may be less similar than the threshold
+_DEVIATIONS = 2.0  # robust standard deviations below the median of an unusually near neighbor
+_DECODED_SIDE = 512  # images are decoded at up to twice this size, which is enough for networks
 _DEFAULT_THRESHOLD = 0.99
 
 
@@ -59,10 +61,46 @@ class Duplicates:
     threshold_source: str = ""
 
 
+def find_duplicates(
+    snapshot: AnySnapshot,
+    load_embedder: Callable[[], Embedder] | None,
+    threshold: float | None,
+    progress: Progress,
+) -> Duplicates:
+    """Find near-duplicates; see `Gallery.duplicates`."""
+    manifest, threshold_source = snapshot.manifest, ""
+    if threshold is None:
+        threshold, threshold_source = _measure_threshold(snapshot, load_embedder, progress)
+    cosine = manifest.similarity == "cosine"
+    if not (-1 <= threshold <= 1 if cosine else threshold >= 0):
+        limits = "from −1 to 1" if cosine else "at least 0"
+        raise UsageError(f"threshold must be {limits}, got {threshold:g}")
+    min_score = float(threshold) - ROUNDING if cosine else -(float(threshold) ** 2)
+    indexed = any(info.index for info in manifest.segments)
+    if isinstance(snapshot, Snapshot) and (len(snapshot) <= MAX_COMPARED_ROWS or not indexed):
+        alive = snapshot.allowed_positions(snapshot.alive)
+        positions, scores = compare_all(snapshot.store, alive, min_score, progress)
+    else:
+        positions, scores = _compare_neighbors(snapshot, min_score, progress)
+    similarities = as_similarities(scores, manifest.similarity)
+    order = np.lexsort((*positions.T[::-1], -similarities))
+    members = np.unique(positions)
+    paths = snapshot.take(members, ["path"])["path"]
+    pairs = snapshot.ids(positions[order])
+    return Duplicates(
+        pairs,
+        similarities[order],
+        group_pairs(pairs),
+        dict(zip(snapshot.ids(members).tolist(), paths, strict=True)),
+        float(threshold),
+        threshold_source,
+    )
+
+
 def compare_all(
-    store: Store, positions: IntArray, least: float, progress: Progress
+    store: Store, positions: IntArray, min_score: float, progress: Progress
 ) -> tuple[IntArray, Scores]:
-    """Return every pair of positions, smaller one first, with at least this score, exactly."""
+    """Return every pair of positions with at least this score, the smaller position first."""
     tiles = [positions[part] for part in chunks(len(positions), _TILE)]
     pairs: list[IntArray] = [np.empty((0, 2), np.int64)]
     scores: list[Scores] = [np.empty(0)]
@@ -70,28 +108,29 @@ def compare_all(
     with full_precision(torch.device("cpu")):
         for number, tile in enumerate(tiles):
             queries = take(store.vectors, store.starts, tile)
-            limits = least + store.shifts(queries) - store.bounds(queries).max(initial=0)
+            limits = min_score + store.shifts(queries) - store.bounds(queries).max(initial=0)
             limits = torch.from_numpy(limits.astype(np.float32))[:, None]
             for other in tiles[number:]:
                 vectors = take(store.vectors, store.starts, other)
                 squares = store.shifts(vectors).astype(np.float32)
                 part = Part(vectors, squares if store.similarity == "euclidean" else None, 0)
-                near = torch.cat([products for _, products in part.products(queries)], 1) >= limits
+                products = torch.cat([products for _, products in part.products(queries)], 1)
+                near = products >= limits
                 near = near.triu(1) if other is tile else near
-                first, second = (each.numpy() for each in near.nonzero(as_tuple=True))
+                first, second = (indices.numpy() for indices in near.nonzero(as_tuple=True))
                 _check_count(count + len(first))
                 candidates = np.stack([tile[first], other[second]], 1)
                 exact = store.scores(queries[first], candidates[:, 1:])[:, 0]
-                pairs.append(candidates[exact >= least])
-                scores.append(exact[exact >= least])
+                pairs.append(candidates[exact >= min_score])
+                scores.append(exact[exact >= min_score])
                 count += len(pairs[-1])
                 done += 1
                 progress(done, total)
     return np.concatenate(pairs), np.concatenate(scores)
 
 
-def compare_neighbors(
-    version: Version, least: float, progress: Progress
+def _compare_neighbors(
+    snapshot: AnySnapshot, min_score: float, progress: Progress
 ) -> tuple[IntArray, Scores]:
     """Return pairs with at least this score among the nearest neighbors of each image.
 
@@ -99,16 +138,16 @@ def compare_neighbors(
     """
     pairs: list[IntArray] = [np.empty((0, 2), np.int64)]
     scores: list[Scores] = [np.empty(0)]
-    done, total, allowed = 0, len(version), version.select({})
-    most = min(total, version.largest_k)
-    for positions, vectors in version.blocks():
+    done, total, allowed = 0, len(snapshot), snapshot.select({})
+    max_k = min(total, snapshot.max_k)
+    for positions, vectors in snapshot.blocks():
         waiting, k = np.arange(len(positions)), _NEIGHBORS
         while len(waiting):
-            k = min(k, most)
-            hits = version.search(vectors[waiting], k, allowed)
-            full = (hits.scores[:, -1] >= least) & (k < most)
+            k = min(k, max_k)
+            hits = snapshot.search(vectors[waiting], k, allowed)
+            full = (hits.scores[:, -1] >= min_score) & (k < max_k)
             queries = np.broadcast_to(positions[waiting, None], hits.positions.shape)
-            near = (hits.scores >= least) & (hits.positions >= 0) & (hits.positions != queries)
+            near = (hits.scores >= min_score) & (hits.positions >= 0) & (hits.positions != queries)
             near[full] = False
             pairs.append(np.sort(np.stack([queries[near], hits.positions[near]], 1), 1))
             scores.append(hits.scores[near])
@@ -121,22 +160,22 @@ def compare_neighbors(
 
 
 def _check_count(count: int) -> None:
-    if count > _MOST_PAIRS:
-        raise UsageError(f"more than {format_int(_MOST_PAIRS)} pairs. Pass a stricter threshold.")
+    if count > _MAX_PAIRS:
+        raise UsageError(f"more than {format_int(_MAX_PAIRS)} pairs. Pass a stricter threshold.")
 
 
 def group_pairs(pairs: IntArray) -> list[IntArray]:
     """Return the connected components of pairs, the largest first."""
     members, ends = np.unique(pairs, return_inverse=True)
-    one, two = torch.from_numpy(ends.reshape(-1, 2).astype(np.int64)).T
-    roots: Any = connected_components(len(members), one, two).numpy()
+    first, second = torch.from_numpy(ends.reshape(-1, 2).astype(np.int64)).T
+    roots: Any = connected_components(len(members), first, second).numpy()
     order = np.argsort(roots, kind="stable")
     edges = np.flatnonzero(np.diff(roots[order])) + 1
     groups = [group for group in np.split(members[order], edges) if len(group)]
     return sorted(groups, key=lambda group: (-len(group), int(group[0])))
 
 
-def altered_copies(image: Image.Image) -> list[Image.Image]:
+def _altered_copies(image: Image.Image) -> list[Image.Image]:
     """Return an image at half size, recompressed, mirrored, brightened and cropped."""
     width, height = image.size
     stream = io.BytesIO()
@@ -150,47 +189,49 @@ def altered_copies(image: Image.Image) -> list[Image.Image]:
     ]
 
 
-def measure_threshold(
-    version: Version, embedder: Callable[[], Embedder] | None, progress: Progress
+def _measure_threshold(
+    snapshot: AnySnapshot, load_embedder: Callable[[], Embedder] | None, progress: Progress
 ) -> tuple[float, str]:
     """Return the default threshold and how it was chosen.
 
     A sample of the images is compared with altered copies and with its nearest neighbors.
     """
-    cosine, allowed = version.manifest.similarity == "cosine", version.select({})
-    positions, draw = version.allowed_positions(allowed), np.random.default_rng(0)
-    positions = np.sort(draw.choice(positions, min(_SAMPLE, len(positions)), replace=False))
+    cosine, allowed = snapshot.manifest.similarity == "cosine", snapshot.select({})
+    positions, generator = snapshot.allowed_positions(allowed), np.random.default_rng(0)
+    size = min(_SAMPLE_SIZE, len(positions))
+    positions = np.sort(generator.choice(positions, size, replace=False))
     originals: list[int] = []
     copies: list[Image.Image] = []
-    paths = version.take(positions, ["path"])["path"] if embedder else []
+    paths = snapshot.take(positions, ["path"])["path"] if load_embedder else []
     for position, path in zip(positions.tolist(), paths, strict=False):
         with suppress(ImageError):
-            more = altered_copies(open_image(path, size=_SIDE))
-            copies += more
-            originals += [position] * len(more)
-    if embedder is None or not copies:
-        reason = "no image can be read" if embedder else "the gallery has no embedder"
+            altered = _altered_copies(open_image(path, size=_DECODED_SIDE))
+            copies += altered
+            originals += [position] * len(altered)
+    if load_embedder is None or not copies:
+        reason = "no image can be read" if load_embedder else "the gallery has no embedder"
         if not cosine:
             raise UsageError(f"the threshold cannot be measured: {reason}. Pass a threshold.")
         return _DEFAULT_THRESHOLD, f"cosine {_DEFAULT_THRESHOLD}, not measured: {reason}"
-    vectors = embedder().encode(copies, progress=lambda done: progress(done, len(copies)))
-    queries = prepare_vectors(vectors.numpy(), version.manifest)
-    scores = version.scores(queries, np.array(originals)[:, None])
-    reached, others = float(np.quantile(scores, _MISSED)), -np.inf
+    vectors = load_embedder().encode(copies, progress=lambda done: progress(done, len(copies)))
+    queries = prepare_vectors(vectors.numpy(), snapshot.manifest)
+    scores = snapshot.scores(queries, np.array(originals)[:, None])
+    of_copies, of_others = float(np.quantile(scores, _MISSED_COPIES)), -np.inf
     best = 1.0 if cosine else 0.0
     if len(positions) > 1:
-        near = version.search(version.vectors(positions), 2, allowed).scores
-        others = best - _unusually_near(best - near[:, -1])
-    values = np.array([max(reached, others), reached, others])
-    threshold, reached, others = (np.minimum(values, 1.0) if cosine else np.sqrt(-values)).tolist()
+        nearest = snapshot.search(snapshot.vectors(positions), 2, allowed).scores[:, -1]
+        of_others = best - _unusual_distance(best - nearest)
+    values = np.array([max(of_copies, of_others), of_copies, of_others])
+    values = np.minimum(values, 1.0) if cosine else np.sqrt(-values)
+    threshold, of_copies, of_others = values.tolist()
     return threshold, (
         f"{'cosine' if cosine else 'distance'} {threshold:.4f}, measured on "
-        f"{len({*originals})} images: 90 % of altered copies reach {reached:.4f}, few different "
-        f"images reach {others:.4f}"
+        f"{len({*originals})} images: 90 % of altered copies reach {of_copies:.4f}, few different "
+        f"images reach {of_others:.4f}"
     )
 
 
-def _unusually_near(distances: npt.NDArray[np.floating[Any]]) -> float:
+def _unusual_distance(distances: npt.NDArray[np.floating[Any]]) -> float:
     """Return the distance that few nearest neighbors fall below, whether or not some are copies.
 
     Distances are compared by their logarithms. Median and median absolute deviation change

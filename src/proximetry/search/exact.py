@@ -1,12 +1,12 @@
 """Exact search over memory-mapped vectors, and float64 scores of candidates.
 
 A float32 product selects candidates, which are then scored in float64 one by one: a score depends
-neither on the other queries nor on the position of a row. The bound on the error of the product
-shows whether any other row could belong in a list. Top-k and tie order are those of
+neither on the other queries nor on the position of a row. A bound on the error of the product
+shows whether another row could belong to the result. Top-k and tie order are those of
 `metrics._search.neighbors`.
 
 A score is the dot product of unit vectors, or the negative squared Euclidean distance. Positions
-count rows over all segments; −1 is none.
+count rows over all segments; −1 means none.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ FloatArray = npt.NDArray[np.float32]
 Scores = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
-_ENTRIES = 1 << 24  # products in memory at a time: 64 MB of float32
-_QUERIES = 1024
 SPARE = 16  # candidates beyond k, so that a second pass is rarely needed
-_GATHERED = 1 << 18  # values of vectors at a time: 2 MB of float64, which fit in the cache
-_RESCORED = 4096  # candidates of a second pass that are scored at a time
+_MAX_PRODUCTS = 1 << 24  # in memory at a time: 64 MB of float32
+_QUERY_BATCH = 1024
+_MAX_GATHERED_VALUES = 1 << 18  # of vectors at a time: 2 MB of float64, which fit in the cache
+_CANDIDATE_BATCH = 4096  # candidates of a second pass that are scored at a time
 
 
 class Part(NamedTuple):
-    """Rows of one segment that are searched together: all, `rows`, or a mask of most of them."""
+    """The searched rows of one segment: all of them, `rows`, or those of the mask `allowed`."""
 
     vectors: FloatArray  # of the whole segment [n, dim], float32
     squares: FloatArray | None  # the squared length of each, for Euclidean distances
@@ -51,7 +51,7 @@ class Part(NamedTuple):
         scaled = torch.from_numpy(queries if self.squares is None else 2 * queries)
         width = len(queries) if self.rows is None else max(len(queries), self.vectors.shape[1])
         count = len(self.vectors) if self.rows is None else len(self.rows)
-        for scanned in chunks(count, max(1, _ENTRIES // max(1, width))):
+        for scanned in chunks(count, max(1, _MAX_PRODUCTS // max(1, width))):
             selection: Any = scanned if self.rows is None else self.rows[scanned]
             products = scaled @ torch.from_numpy(self.vectors[selection]).T
             if self.squares is not None:
@@ -73,13 +73,13 @@ class Hits(NamedTuple):
 
 
 def merge_hits(hits: Sequence[Hits], k: int) -> Hits:
-    """Return the k nearest of several searches: score falling, position rising."""
-    missing = max(0, k - sum(one.positions.shape[1] for one in hits))
+    """Return the k nearest of several searches: descending score, then ascending position."""
+    missing = max(0, k - sum(part.positions.shape[1] for part in hits))
     shape = len(hits[0].positions), missing
     padding = Hits(np.full(shape, -1, np.int64), np.full(shape, -np.inf))
     positions, scores = (np.concatenate(arrays, 1) for arrays in zip(*hits, padding, strict=True))
     order = positions.argsort(1)  # `nearest` breaks ties by column
-    positions, scores = (np.take_along_axis(one, order, 1) for one in (positions, scores))
+    positions, scores = (np.take_along_axis(array, order, 1) for array in (positions, scores))
     values, columns = nearest(torch.from_numpy(scores), k)
     return Hits(np.take_along_axis(positions, columns.numpy(), 1), values.numpy())
 
@@ -103,19 +103,20 @@ class Store:
     vectors: Sequence[FloatArray]  # of each segment [rows, dim], float32, memory-mapped
     starts: IntArray  # the position of the first row of each segment, and the number of all rows
     similarity: Similarity  # "cosine", with vectors of unit length, or "euclidean"
-    longest: float  # an upper bound on the length of the vectors
+    longest: float  # the length of the longest vector
 
     def scores(self, queries: FloatArray, positions: IntArray) -> Scores:
         """Return the scores of each query with the rows at its positions, [queries, n]."""
         scores = np.full(positions.shape, -np.inf)
         if not (positions >= 0).any():
             return scores
-        size = max(1, _GATHERED // (positions.shape[1] * queries.shape[1]))
+        size = max(1, _MAX_GATHERED_VALUES // (positions.shape[1] * queries.shape[1]))
         for part in chunks(len(positions), size):
-            some = np.maximum(positions[part], 0)
-            rows = take(self.vectors, self.starts, some.ravel()).reshape(*some.shape, -1)
-            near = exact_scores(queries[part], rows, self.similarity)
-            scores[part] = np.where(positions[part] >= 0, near, -np.inf)
+            valid = positions[part] >= 0
+            taken = take(self.vectors, self.starts, np.where(valid, positions[part], 0).ravel())
+            vectors = taken.reshape(*valid.shape, -1)
+            part_scores = exact_scores(queries[part], vectors, self.similarity)
+            scores[part] = np.where(valid, part_scores, -np.inf)
         return scores
 
     def rescore(self, queries: FloatArray, positions: IntArray, k: int) -> Hits:
@@ -125,9 +126,10 @@ class Store:
     def bounds(self, queries: FloatArray) -> Scores:
         """Return the largest error of a float32 product of each query."""
         lengths = np.linalg.norm(queries.astype(np.float64), axis=1)
-        size = lengths * self.longest
+        longest = self.longest * (1 + 1e-6)  # it may be rounded down
+        size = lengths * longest
         if self.similarity == "euclidean":
-            size = (lengths + self.longest) ** 2
+            size = (lengths + longest) ** 2
         dim = queries.shape[1]
         # The last term is for products that underflow.
         return np.asarray((dim + 8) * 2.0**-24 * size + dim * 2.0**-140)
@@ -143,7 +145,7 @@ class Store:
         if not len(queries):
             return Hits(np.empty((0, k), np.int64), np.empty((0, k)))
         with full_precision(torch.device("cpu")):
-            blocks = chunks(len(queries), _QUERIES)
+            blocks = chunks(len(queries), _QUERY_BATCH)
             hits = [self._search(parts, queries[block], k) for block in blocks]
         return Hits(*map(np.concatenate, zip(*hits, strict=True)))
 
@@ -152,11 +154,11 @@ class Store:
         positions = torch.empty((len(queries), 0), dtype=torch.int64)
         for part in parts:
             for scanned, products in part.products(queries):
-                best, columns = largest(products, k + SPARE)
-                more = torch.from_numpy(part.positions((columns + scanned.start).numpy()))
-                values, positions = torch.cat([values, best], 1), torch.cat([positions, more], 1)
-                values, nearest = largest(values, k + SPARE)
-                positions = positions.gather(1, nearest)
+                new_values, columns = largest(products, k + SPARE)
+                rows = (columns + scanned.start).numpy()
+                new_positions = torch.from_numpy(part.positions(rows))
+                values, columns = largest(torch.cat([values, new_values], 1), k + SPARE)
+                positions = torch.cat([positions, new_positions], 1).gather(1, columns)
         candidates = positions.masked_fill(values == -torch.inf, -1).numpy()
         hits = self.rescore(queries, candidates, k)
         if values.shape[1] < k + SPARE:  # all rows are candidates
@@ -166,28 +168,34 @@ class Store:
         limits = hits.scores[:, -1] + self.shifts(queries) - self.bounds(queries)
         for query in np.flatnonzero(~(limits > last) & (last > -np.inf)):
             row = slice(query, query + 1)
-            again = self._search_above(parts, queries[row], float(limits[query]), k)
-            hits.positions[row], hits.scores[row] = again
+            second = self._search_above(parts, queries[row], float(limits[query]), k)
+            hits.positions[row], hits.scores[row] = second
         return hits
 
     def _search_above(self, parts: Sequence[Part], query: FloatArray, limit: float, k: int) -> Hits:
-        """Return the k nearest of all rows whose product is not below a limit."""
+        """Return the k nearest of all rows whose product is at least a limit."""
         hits = [Hits(np.empty((1, 0), np.int64), np.empty((1, 0)))]
         for part in parts:
             for scanned, products in part.products(query):
-                near = (products[0] >= limit).nonzero()[:, 0].numpy() + scanned.start
-                for chunk in chunks(len(near), _RESCORED):
-                    positions = part.positions(near[chunk])[None]
-                    more = Hits(positions, self.scores(query, positions))
-                    hits = [merge_hits([*hits, more], k)]
+                rows = (products[0] >= limit).nonzero()[:, 0].numpy() + scanned.start
+                for chunk in chunks(len(rows), _CANDIDATE_BATCH):
+                    positions = part.positions(rows[chunk])[None]
+                    hits.append(Hits(positions, self.scores(query, positions)))
+                    hits = [merge_hits(hits, k)]
         return merge_hits(hits, k)
 
 
 def exact_scores(queries: FloatArray, rows: FloatArray, similarity: Similarity) -> Scores:
     """Return float64 scores of queries [n, dim] with rows [n, m, dim]; equal rows tie."""
-    wide, queries_64 = rows.astype(np.float64), queries.astype(np.float64)
+    rows_64, queries_64 = rows.astype(np.float64), queries.astype(np.float64)
     if similarity == "cosine":
         # einsum without BLAS sums every row in the same order.
-        return np.asarray(np.einsum("nmd,nd->nm", wide, queries_64))
-    wide -= queries_64[:, None]
-    return np.asarray(-np.einsum("nmd,nmd->nm", wide, wide))
+        return np.asarray(np.einsum("nmd,nd->nm", rows_64, queries_64))
+    rows_64 -= queries_64[:, None]
+    return np.asarray(-np.einsum("nmd,nmd->nm", rows_64, rows_64))
+
+
+def as_similarities(scores: Scores, similarity: Similarity) -> FloatArray:
+    """Return scores as results have them: cosines of at most 1, or negative distances."""
+    similarities = scores.clip(-1, 1) if similarity == "cosine" else -np.sqrt(-scores)
+    return np.where(scores == -np.inf, scores, similarities).astype(np.float32)

@@ -1,12 +1,8 @@
-"""`Gallery`: images, their vectors and an index, in a folder that changes atomically.
-
-Galleries on Milvus (`search/milvus.py`) share the code that searches.
-"""
+"""`Gallery`: images, their vectors and an index, in a folder that changes atomically."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -20,39 +16,29 @@ from proximetry._util.errors import UsageError, is_integer
 from proximetry._util.files import name_write_errors
 from proximetry._util.formatting import join_first, pluralize
 from proximetry._util.machine import resolve_device
-from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.metrics.reranking import RERANKED, expand_queries, k_reciprocal_distances
 from proximetry.models import Embedder
 from proximetry.models.constants import Similarity
 from proximetry.models.preprocessing import ImageSource
-from proximetry.search import duplicates, indexes, rows
-from proximetry.search.duplicates import Duplicates
-from proximetry.search.exact import FloatArray, Hits, Scores, merge_hits
+from proximetry.search import indexes, metadata
+from proximetry.search.duplicates import Duplicates, find_duplicates
+from proximetry.search.exact import FloatArray, Hits, as_similarities, merge_hits
 from proximetry.search.manifest import (
     EMBEDDER,
     STAGING,
     Manifest,
     Report,
     check_new_folder,
+    ignore,
     is_milvus,
-    locked,
     read_manifest,
+    remove_stale_files,
     retire,
-    sweep,
+    write_lock,
     write_manifest,
 )
-from proximetry.search.result import SearchResult
-from proximetry.search.segments import (
-    check_segment,
-    no_progress,
-    prepare_vectors,
-    write_deleted,
-    write_segment,
-)
-from proximetry.search.snapshot import Snapshot
-from proximetry.search.staging import (
-    BLOCK,
+from proximetry.search.new_images import (
     BadImages,
     Images,
     Labels,
@@ -60,41 +46,41 @@ from proximetry.search.staging import (
     SkippedImage,
     Vectors,
     as_vectors,
-    no_report,
     stamp_of,
 )
+from proximetry.search.search_result import SearchResult
+from proximetry.search.segment import check_segment, prepare_vectors
+from proximetry.search.snapshot import Snapshot, merge_small_segments
 
 if TYPE_CHECKING:
     from proximetry.search.milvus import Collection
 
-    Version: TypeAlias = Snapshot | Collection
+    AnySnapshot: TypeAlias = Snapshot | Collection
 
-Where = rows.Where
+Where = metadata.Where
 Queries = Sequence[ImageSource] | Vectors
 
-MAX_MERGE_ROWS = 65_536  # rows of a segment up to which small ones are merged: a second to write
-ROUNDING = 2.0**-22  # bounds 1 − the cosine of a float32 unit vector with its copy
-_MOST_RERANKED = 1000  # the largest k of re-ranking, which compares twice as many images
+_MAX_RERANK_K = 1000  # re-ranking compares twice as many images
 
 
 class Gallery:
-    """Images that can be searched. Created by `Gallery.build`, read by `Gallery.open`.
+    """Images to search, built by `Gallery.build` and opened by `Gallery.open`.
 
     Both accept a folder, or the address of a collection on Milvus (`search/milvus.py`), with
     different guarantees. In a folder, an open gallery stays at its version until it is changed
-    through this object or `refresh` is called, whatever other processes do. Every change is
-    atomic, and exclusive to one process. Several threads may search.
+    through this object or `refresh` is called. Every change is atomic, and one process writes at
+    a time. Several threads may search.
 
     Attributes:
         path: its folder; for a gallery on Milvus, the local folder of staged vectors.
         name: the folder or the address.
-        skipped: the images that the last `build`, `add` or `update` could not read.
+        skipped: the images that the last `build` or `add` could not read.
     """
 
-    def __init__(self, path: Path, name: str, version: Version) -> None:
+    def __init__(self, path: Path, name: str, snapshot: AnySnapshot) -> None:
         self.path, self.name = path, name
         self.skipped: list[SkippedImage] = []
-        self._version = version
+        self._snapshot = snapshot
         self._embedder: Embedder | None = None
         self._load_lock = Lock()
 
@@ -115,7 +101,7 @@ class Gallery:
     ) -> Gallery:
         """Embed images and build a gallery of them in a new or empty folder.
 
-        An interrupted build resumes if it is called again.
+        Call it again to resume an interrupted build.
 
         Args:
             embedder: computes the vectors, and is saved in the folder.
@@ -125,7 +111,7 @@ class Gallery:
                 faiss approximately; "BFlat" by binary codes. "auto" is exact up to 100 000
                 images, HNSW32 up to 2 million, and IVF with 8-bit codes beyond; for an embedder
                 with `bits` it is "BFlat". Recall@10 is measured on a sample, and the search
-                effort raised until it is 0.98.
+                effort is doubled until it is 0.98.
             labels: the class of each image file, or None.
             vectors: embeddings of the images, if already computed.
             bad_images: "error" stops at unreadable images, "skip" lists them in `skipped`.
@@ -147,7 +133,7 @@ class Gallery:
         indexes.check(index, embedder.dim, len(new.table))
         with name_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder, new.report):
+        with write_lock(folder, new.report):
             check_new_folder(folder)  # another process may have built it meanwhile
             fingerprint = embedder.fingerprint()
             embedder.save(folder / EMBEDDER)
@@ -155,12 +141,12 @@ class Gallery:
             new.embed(embedder, fingerprint, folder, required=True)
             segment = new.write(folder, manifest)
             prefix = "auto → " if index == "auto" else ""
-            new.report(describe_index(segment.index, segment.rows, segment.recall, prefix))
+            new.report(indexes.describe(segment.index, segment.rows, segment.recall, prefix))
             manifest = dataclasses.replace(manifest, next_id=segment.rows, segments=(segment,))
             write_manifest(folder, manifest)
-            # No other process adds images before the manifest exists.
+            # No other process has staged vectors before the manifest exists.
             shutil.rmtree(folder / STAGING, ignore_errors=True)
-            sweep(folder, manifest)
+            remove_stale_files(folder, manifest)
             built = cls(folder, str(folder), Snapshot(folder, manifest))
             built._embedder, built.skipped = embedder, new.skipped
             return built
@@ -171,8 +157,8 @@ class Gallery:
 
         Args:
             path: its folder, or its address on Milvus.
-            embedder: the one that built it; by default a folder's embedder is loaded when images
-                are embedded. Milvus stores none.
+            embedder: the one that built it. By default the one in the folder is loaded to embed
+                images; Milvus does not store it.
         """
         if is_milvus(path):
             from proximetry.search.milvus import MilvusGallery
@@ -187,35 +173,35 @@ class Gallery:
 
     @property
     def version(self) -> str:
-        """An identifier of its state, which changes with every change."""
-        return self._version.manifest.version
+        """An identifier that is different after every change."""
+        return self._snapshot.manifest.version
 
     def refresh(self) -> None:
-        """Read the current version, whichever embedder it was built by."""
-        newest = self._newest()
+        """Read the current version, also if the gallery was rebuilt with another embedder."""
+        snapshot = self._read_snapshot()
         with self._load_lock:
-            if newest.manifest.embedder != self._version.manifest.embedder:
+            if snapshot.manifest.embedder != self._snapshot.manifest.embedder:
                 self._embedder = None
-            self._version = newest
+            self._snapshot = snapshot
 
-    def _newest(self) -> Version:
+    def _read_snapshot(self) -> AnySnapshot:
         return Snapshot.open(self.path)
 
     def __len__(self) -> int:
-        return len(self._version)
+        return len(self._snapshot)
 
     @property
     def dim(self) -> int:
         """The dimension of the vectors."""
-        return self._version.manifest.dim
+        return self._snapshot.manifest.dim
 
     @property
     def similarity(self) -> Similarity:
         """The similarity of vectors: "cosine" or "euclidean"."""
-        return self._version.manifest.similarity
+        return self._snapshot.manifest.similarity
 
     def _indexes(self) -> list[str]:
-        return [info.index or indexes.EXACT for info in self._version.manifest.segments]
+        return [info.index or indexes.EXACT for info in self._snapshot.manifest.segments]
 
     def __repr__(self) -> str:
         kinds = ", ".join(dict.fromkeys(self._indexes())) or indexes.EXACT
@@ -237,72 +223,73 @@ class Gallery:
     @property
     def index(self) -> str:
         """The index as passed to `build`: "auto", "Flat", a factory string."""
-        return self._version.manifest.index
+        return self._snapshot.manifest.index
 
     def _check_embedder(self, embedder: Embedder, name: str) -> None:
-        if embedder.fingerprint() != self._version.manifest.embedder:
+        if embedder.fingerprint() != self._snapshot.manifest.embedder:
             raise UsageError(
                 f"{name} did not build the gallery {self.name}: network, preprocessing or weights "
                 "differ. Use the gallery's embedder, or build another gallery."
             )
 
     def ids(self, where: Where | None = None) -> IntArray:
-        """Return the ids of all images, or of those that match `where`, in rising order."""
-        now = self._version
-        return now.ids(now.allowed_positions(now.select(where or {})))
+        """Return the ids of all images, or of those that match `where`, in ascending order."""
+        snapshot = self._snapshot
+        return snapshot.ids(snapshot.allowed_positions(snapshot.select(where or {})))
 
     @property
     def columns(self) -> list[str]:
         """The names of the metadata columns."""
-        return self._version.columns
+        return self._snapshot.columns
 
     def rows(
         self, ids: Sequence[int] | IntArray, columns: Iterable[str] | None = None
     ) -> dict[str, list[Any]]:
-        """Return the metadata of images by column: all columns, or some."""
-        now = self._version
-        return now.take(self._positions(now, ids), now.columns if columns is None else columns)
+        """Return the metadata of images by column, by default of all columns."""
+        snapshot = self._snapshot
+        columns = snapshot.columns if columns is None else columns
+        return snapshot.take(self._positions(snapshot, ids), columns)
 
     def vectors(self, ids: Sequence[int] | IntArray) -> FloatArray:
         """Return the vectors of images, [n, dim]; of unit length for cosines."""
-        now = self._version
-        return now.vectors(self._positions(now, ids))
+        snapshot = self._snapshot
+        return snapshot.vectors(self._positions(snapshot, ids))
 
-    def _positions(self, now: Version, ids: Sequence[int] | IntArray) -> IntArray:
+    def _positions(self, snapshot: AnySnapshot, ids: Sequence[int] | IntArray) -> IntArray:
         numbers = np.asarray(ids)
         if numbers.size and numbers.dtype.kind not in "iu":  # such as a mask
-            raise UsageError(f"ids must be whole numbers, got {numbers.dtype}")
+            raise UsageError(f"ids must be integers, got {numbers.dtype}")
         numbers = numbers.astype(np.int64).reshape(-1)
-        positions = now.positions(numbers)
+        positions = snapshot.positions(numbers)
         if (positions < 0).any():
-            missing = join_first([str(one) for one in numbers[positions < 0]])
+            missing = join_first(map(str, numbers[positions < 0]))
             raise UsageError(f"no image of the gallery {self.name} has the id {missing}")
         return positions
 
     def count_labels(self) -> dict[str, int]:
         """Return the number of images of each class; for galleries in folders."""
-        assert isinstance(self._version, Snapshot)
-        return self._version.count_labels()
+        assert isinstance(self._snapshot, Snapshot)
+        return self._snapshot.count_labels()
 
-    def known(self, paths: Iterable[str | os.PathLike[str]]) -> list[bool]:
+    def contains(self, paths: Iterable[str | os.PathLike[str]]) -> list[bool]:
         """Return for each file whether its image is in the gallery."""
-        table = rows.make_rows(list(paths))
-        known = self._version.find_paths(table)
-        return [path in known for path in table["path"].to_pylist()]
+        table = metadata.from_images(list(paths))
+        existing = self._snapshot.find_paths(table)
+        return [path in existing for path in table["path"].to_pylist()]
 
-    def outdated(self, folder: str | os.PathLike[str]) -> tuple[list[str], list[str]]:
+    def check_files(self, folder: str | os.PathLike[str]) -> tuple[list[str], list[str]]:
         """Compare the images below a folder with their files.
 
-        Returns the paths of files that are missing, and of those whose size or time of
-        modification has changed since they were embedded. Galleries on Milvus do not store these.
+        Returns the paths of missing files, and of files whose size or modification time has
+        changed since they were embedded. Galleries on Milvus do not store these.
         """
-        now = self._version
-        if not isinstance(now, Snapshot):
+        snapshot = self._snapshot
+        if not isinstance(snapshot, Snapshot):
             raise UsageError(f"the gallery {self.name} does not store sizes of files")
         missing: list[str] = []
         changed: list[str] = []
-        below = os.path.dirname(rows.absolute(os.path.join(folder, "image")))
-        for path, size, modified in now.stamps_below(below):
+        root = os.path.dirname(metadata.absolute(os.path.join(folder, "image")))
+        for path, size, modified in snapshot.stamps_below(root):
             stamp = stamp_of(path)
             if stamp is None:
                 missing.append(path)
@@ -322,160 +309,112 @@ class Gallery:
         progress: Progress | None = None,
         report: Report | None = None,
     ) -> IntArray:
-        """Add images and return their ids; arguments as those of `build`.
+        """Add images and return their ids.
 
-        Raises UsageError for images that are already in the gallery, unless `replace` is set:
-        see `update`.
+        Args:
+            replace: embed images again that are already in the gallery, under new ids. Files
+                without `labels` keep their metadata. By default such images raise UsageError.
+            images, labels, vectors, bad_images, batch_size, progress, report: see `build`.
         """
         new = NewImages(images, self.dim, labels, vectors, bad_images, batch_size, progress, report)
-        newest = self._newest()
-        self._check_same(newest)
+        snapshot = self._read_snapshot()
+        self._check_not_rebuilt(snapshot)
         if replace and new.only_files:
-            new.table = _with_known_columns(newest, new.table)
-        if isinstance(newest, Snapshot):  # on Milvus a column may have values of any type
-            rows.stack([newest.table, new.table])
+            new.table = _with_stored_columns(snapshot, new.table)
+        if isinstance(snapshot, Snapshot):  # on Milvus a column may have values of any type
+            metadata.concat([snapshot.table, new.table])
         if not replace:
-            self._check_unknown(newest, new.table)
+            self._check_new(snapshot, new.table)
         if not new.embedded:
-            new.embed(self.embedder, newest.manifest.embedder, self.path)
+            new.embed(self.embedder, snapshot.manifest.embedder, self.path)
         self.skipped = new.skipped
         if not len(new.table):
             return np.arange(0)
         unlabeled = 0 if replace or new.has_labels else new.table["label"].null_count
-        if unlabeled and isinstance(newest, Snapshot) and newest.count_labels():
+        if unlabeled and isinstance(snapshot, Snapshot) and snapshot.count_labels():
             new.warn(
                 f"{pluralize(unlabeled, 'new image')} without a class in the gallery {self.name}, "
                 "which has classes. Pass labels=, a class folder or a table."
             )
-        return self._write(new, renew=replace)
+        return self._write(new, replace=replace)
 
-    def update(self, images: Images, **options: Any) -> IntArray:
-        """Embed images again that are in the gallery, add others, and return their new ids.
-
-        Files without `labels` keep the class and the other columns that they have in the gallery.
-        Other arguments are those of `add`.
-        """
-        return self.add(images, **options, replace=True)
-
-    def _check_same(self, now: Version) -> None:
-        if now.manifest.embedder != self._version.manifest.embedder:
+    def _check_not_rebuilt(self, snapshot: AnySnapshot) -> None:
+        if snapshot.manifest.embedder != self._snapshot.manifest.embedder:
             raise UsageError(
-                f"the gallery {self.name} was rebuilt by another embedder. Call refresh()."
+                f"the gallery {self.name} was rebuilt with another embedder. Call refresh()."
             )
 
-    def _check_unknown(self, now: Version, table: Any) -> None:
-        known = now.find_paths(table)
-        if known:
-            names = join_first([os.fsdecode(path) for path in sorted(known)])
+    def _check_new(self, snapshot: AnySnapshot, table: Any) -> None:
+        if existing := snapshot.find_paths(table):
+            names = join_first([os.fsdecode(path) for path in sorted(existing)])
             raise UsageError(
-                f"{pluralize(len(known), 'image')} already in the gallery {self.name}: {names}. "
-                "Use update() to embed them again."
+                f"{pluralize(len(existing), 'image')} already in the gallery {self.name}: {names}. "
+                "Pass replace=True to embed them again."
             )
 
-    def _write(self, new: NewImages, *, renew: bool) -> IntArray:
-        with locked(self.path, new.report):
-            now = Snapshot.open(self.path)
-            self._check_same(now)
-            now.check_tables()
-            rows.stack([now.table, new.table])  # raises if types of columns differ
-            manifest = now.manifest
-            if not renew:
-                self._check_unknown(now, new.table)
-            elif old := now.find_paths(new.table):
-                manifest = now.without(now.ids(np.array(sorted(old.values()))))
+    def _write(self, new: NewImages, *, replace: bool) -> IntArray:
+        with write_lock(self.path, new.report):
+            snapshot = self._read_to_change()
+            metadata.concat([snapshot.table, new.table])  # raises if types of columns differ
+            manifest = snapshot.manifest
+            if not replace:
+                self._check_new(snapshot, new.table)
+            elif old := snapshot.find_paths(new.table):
+                manifest = snapshot.without(snapshot.ids(np.array(sorted(old.values()))))
             segment = new.write(self.path, manifest)
-            first = manifest.next_id
-            manifest = dataclasses.replace(
-                manifest, next_id=first + segment.rows, segments=(*manifest.segments, segment)
-            )
-            self._commit(self._merge_small(manifest))
+            first, end = manifest.next_id, manifest.next_id + segment.rows
+            segments = (*manifest.segments, segment)
+            manifest = dataclasses.replace(manifest, next_id=end, segments=segments)
+            self._commit(merge_small_segments(self.path, manifest))
             if segment.index:
-                new.report(describe_index(segment.index, segment.rows, segment.recall))
+                new.report(indexes.describe(segment.index, segment.rows, segment.recall))
             new.discard()
-            return np.arange(first, first + segment.rows)
+            return np.arange(first, end)
 
     def remove(self, ids: Sequence[int] | IntArray, *, report: Report | None = None) -> None:
         """Remove images by their ids; `ids(where)` returns them."""
-        with locked(self.path, report or no_report):
-            now = Snapshot.open(self.path)
-            self._check_same(now)
-            now.check_tables()
-            self._commit(now.without(now.ids(self._positions(now, ids))))
+        with write_lock(self.path, report or ignore):
+            snapshot = self._read_to_change()
+            self._commit(snapshot.without(snapshot.ids(self._positions(snapshot, ids))))
+
+    def _read_to_change(self) -> Snapshot:
+        """Return the current version, under the lock, after checking what a change depends on."""
+        snapshot = Snapshot.open(self.path)
+        self._check_not_rebuilt(snapshot)
+        snapshot.check_tables()
+        return snapshot
 
     def compact(self, *, progress: Progress | None = None, report: Report | None = None) -> None:
         """Rewrite everything as one segment, without removed rows, and index it."""
-        report = report or no_report
-        with locked(self.path, report):
-            manifest = Snapshot.open(self.path).manifest
-            self._commit(self._merge(manifest, 0, manifest.index, progress or no_progress))
-        for info in self._version.manifest.segments:
-            report(describe_index(info.index, info.rows, info.recall))
+        report = report or ignore
+        with write_lock(self.path, report):
+            snapshot = Snapshot.open(self.path)
+            self._commit(snapshot.merge(0, snapshot.manifest.index, progress or ignore))
+        for info in self._snapshot.manifest.segments:
+            report(indexes.describe(info.index, info.rows, info.recall))
 
     @property
     def needs_compaction(self) -> bool:
-        """Whether much of the gallery is removed, or scanned although there is an index."""
-        now = self._version
-        total = sum(info.rows for info in now.manifest.segments)
-        large = indexes.resolve(self.index, len(now)) != ""
-        scanned = sum(info.rows for info in now.manifest.segments if not info.index)
-        return total - len(now) > max(1000, total // 4) or (large and scanned > total // 4)
+        """Whether many rows are removed, or scanned although the gallery has an index."""
+        segments, count = self._snapshot.manifest.segments, len(self)
+        total = sum(info.rows for info in segments)
+        scanned = sum(info.rows for info in segments if not info.index)
+        large = indexes.resolve(self.index, count) != ""
+        return total - count > max(1000, total // 4) or (large and scanned > total // 4)
 
     def _commit(self, manifest: Manifest) -> None:
         """Commit a change, under the lock."""
         manifest = retire(read_manifest(self.path), manifest)
         write_manifest(self.path, manifest)
-        self._version = Snapshot(self.path, manifest)
-        sweep(self.path, manifest)
-
-    def _merge_small(self, manifest: Manifest) -> Manifest:
-        """Merge small segments at the end, each with one that is not much larger.
-
-        A row is rewritten only when its segment doubles, which is rare.
-        """
-        while len(manifest.segments) > 1:
-            one, two = manifest.segments[-2:]
-            if (
-                one.index
-                or two.index
-                or one.rows > 2 * two.rows
-                or one.rows + two.rows > MAX_MERGE_ROWS
-            ):
-                return manifest
-            last = len(manifest.segments) - 2
-            manifest = self._merge(manifest, last, indexes.EXACT, no_progress)
-        return manifest
-
-    def _merge(self, manifest: Manifest, first: int, index: str, progress: Progress) -> Manifest:
-        """Write the segments from `first` on as one, without removed rows."""
-        for info in manifest.segments[first:]:  # damage must not get a new checksum
-            check_segment(self.path, info)
-        now = Snapshot(self.path, manifest)
-        start = int(now.starts[first])
-        positions = now.allowed_positions(now.alive)
-        positions = positions[positions >= start]
-        segments = manifest.segments[:first]
-        if len(positions):
-            blocks = (now.vectors(positions[part]) for part in chunks(len(positions), BLOCK))
-            merged = write_segment(
-                self.path,
-                manifest,
-                now.table.take(rows.arrow().array(positions)),
-                now.ids(positions),
-                blocks,
-                indexes.resolve(index, len(positions)),
-                progress,
-            )
-            segments = (*segments, merged)
-        before = now.ids(np.arange(start))
-        deleted = write_deleted(self.path, np.intersect1d(now.deleted, before))
-        return dataclasses.replace(manifest, segments=segments, deleted=deleted)
+        self._snapshot = Snapshot(self.path, manifest)
+        remove_stale_files(self.path, manifest)
 
     def verify(self, progress: Progress | None = None) -> None:
         """Compare every file of the current version with its checksum; raise ValueError."""
         segments = Snapshot.open(self.path).manifest.segments
         for number, info in enumerate(segments):
             check_segment(self.path, info)
-            (progress or no_progress)(number + 1, len(segments))
+            (progress or ignore)(number + 1, len(segments))
 
     def search(
         self,
@@ -494,11 +433,13 @@ class Gallery:
             queries: images (paths, PIL images, uint8 arrays), or vectors of the gallery's
                 embedder as a float array or tensor [n, dim].
             k: number of results per query.
-            where: by column, a value, or several of which any matches:
-                ``{"label": "jay"}``, ``{"label": ["jay", "crow"], "split": "test"}``.
+            where: by column, a value or several values combined with OR:
+                ``{"label": "jay"}``, ``{"label": ["jay", "crow"], "split": "test"}``. All columns
+                must match.
             expand: query expansion with this number of neighbors (`metrics.expand_queries`).
-            rerank: order the nearest images by `metrics.k_reciprocal_distances`. With either,
-                `similarities` are still those of the query, and `scores` determine the order.
+            rerank: order the nearest images by `metrics.k_reciprocal_distances`. With `expand` or
+                `rerank`, `similarities` are those of the original query, and `scores` give the
+                order.
             batch_size: images per forward pass.
             progress: called with (done, total) while images are embedded.
         """
@@ -508,31 +449,31 @@ class Gallery:
             raise UsageError(f"expand must be an integer of at least 0, got {expand!r}")
         if expand and self.similarity != "cosine":
             raise UsageError("expand requires a gallery with cosine similarity")
-        if rerank and k > _MOST_RERANKED:
-            raise UsageError(f"rerank supports k up to {_MOST_RERANKED}, got k = {k}")
-        now = self._version
-        allowed = now.select(where or {})
-        vectors = self._embed_queries(queries, batch_size, progress or no_progress)
+        if rerank and k > _MAX_RERANK_K:
+            raise UsageError(f"rerank supports k up to {_MAX_RERANK_K}, got k = {k}")
+        snapshot = self._snapshot
+        allowed = snapshot.select(where or {})
+        vectors = self._embed_queries(queries, batch_size, progress or ignore)
         expanded = vectors
         if expand:
-            near = now.search(vectors, int(expand), allowed).positions
-            neighbors = now.vectors(near.ravel()).reshape(*near.shape, -1)
+            positions = snapshot.search(vectors, int(expand), allowed).positions
+            neighbors = snapshot.vectors(positions.ravel()).reshape(*positions.shape, -1)
             expanded = expand_queries(vectors, neighbors).astype(np.float32)
-        hits = now.search(expanded, max(RERANKED, 2 * int(k)) if rerank else int(k), allowed)
+        hits = snapshot.search(expanded, max(RERANKED, 2 * int(k)) if rerank else int(k), allowed)
         if rerank:
-            hits = _rerank(now, expanded, hits, int(k))
+            hits = _rerank(snapshot, expanded, hits, int(k))
         scores = None
         if expand or rerank:
             scores = hits.scores.astype(np.float32)
-            hits = Hits(hits.positions, now.scores(vectors, hits.positions))
+            hits = Hits(hits.positions, snapshot.scores(vectors, hits.positions))
         return SearchResult(
-            now.ids(hits.positions),
-            _as_similarities(hits.scores, now.manifest.similarity),
-            now.manifest.similarity,
-            tuple(now.columns),
+            snapshot.ids(hits.positions),
+            as_similarities(hits.scores, self.similarity),
+            self.similarity,
+            tuple(snapshot.columns),
             scores,
             _positions=hits.positions,
-            _take=now.take,
+            _take=snapshot.take,
         )
 
     def _embed_queries(self, queries: Any, batch_size: int, progress: Progress) -> FloatArray:
@@ -546,7 +487,7 @@ class Gallery:
             except ValueError as error:
                 cause = error.__cause__
                 raise UsageError(str(cause if isinstance(cause, ValueError) else error)) from error
-        return prepare_vectors(vectors, self._version.manifest)
+        return prepare_vectors(vectors, self._snapshot.manifest)
 
     def duplicates(
         self, threshold: float | None = None, *, progress: Progress | None = None
@@ -557,73 +498,32 @@ class Gallery:
         compares each image with its nearest neighbors.
 
         Args:
-            threshold: the smallest cosine, or the largest Euclidean distance, of a pair. By
+            threshold: the minimum cosine, or the maximum Euclidean distance, of a pair. By
                 default it is measured on up to 50 of the images: 90 % of their altered copies
                 (half size, recompressed, mirrored, brightened, cropped) meet it, and few different
                 images do. If no image can be read, it is a cosine of 0.99.
             progress: called with (done, total).
         """
-        now, progress, threshold_source = self._version, progress or no_progress, ""
-        if threshold is None:
-            stored = isinstance(now, Snapshot) or self._embedder is not None
-            load = (lambda: self.embedder) if stored else None
-            threshold, threshold_source = duplicates.measure_threshold(now, load, progress)
-        cosine = self.similarity == "cosine"
-        if not (-1 <= threshold <= 1 if cosine else threshold >= 0):
-            kind = "a cosine, from −1 to 1" if cosine else "a distance, from 0 up"
-            raise UsageError(f"threshold must be {kind}, got {threshold:g}")
-        least = float(threshold) - ROUNDING if cosine else -(float(threshold) ** 2)
-        indexed = any(info.index for info in now.manifest.segments)
-        if isinstance(now, Snapshot) and (len(now) <= duplicates.COMPARED or not indexed):
-            alive = now.allowed_positions(now.alive)
-            positions, scores = duplicates.compare_all(now.store, alive, least, progress)
-        else:
-            positions, scores = duplicates.compare_neighbors(now, least, progress)
-        similarities = _as_similarities(scores, self.similarity)
-        order = np.lexsort((*positions.T[::-1], -similarities))
-        members = np.unique(positions)
-        paths = now.take(members, ["path"])["path"]
-        pairs = now.ids(positions[order])
-        return Duplicates(
-            pairs,
-            similarities[order],
-            duplicates.group_pairs(pairs),
-            dict(zip(now.ids(members).tolist(), paths, strict=True)),
-            float(threshold),
-            threshold_source,
-        )
+        snapshot = self._snapshot
+        stored = isinstance(snapshot, Snapshot) or self._embedder is not None
+        load_embedder = (lambda: self.embedder) if stored else None
+        return find_duplicates(snapshot, load_embedder, threshold, progress or ignore)
 
 
-def _with_known_columns(now: Version, table: Any) -> Any:
-    """Return the rows of files with the metadata of those that are in the gallery."""
-    known = now.find_paths(table)
-    positions = np.array([known.get(path, -1) for path in table["path"].to_pylist()], np.int64)
-    columns = now.take(positions, now.columns)
-    return rows.table({**columns, "path": rows.values(table["path"])})
+def _with_stored_columns(snapshot: AnySnapshot, table: Any) -> Any:
+    """Return the rows of files with the metadata that they have in the gallery."""
+    existing = snapshot.find_paths(table)
+    positions = np.array([existing.get(path, -1) for path in table["path"].to_pylist()], np.int64)
+    columns = snapshot.take(positions, snapshot.columns)
+    return metadata.from_columns({**columns, "path": metadata.values(table["path"])})
 
 
-def _rerank(now: Version, queries: FloatArray, hits: Hits, k: int) -> Hits:
+def _rerank(snapshot: AnySnapshot, queries: FloatArray, hits: Hits, k: int) -> Hits:
     """Return the k nearest hits by k-reciprocal distances."""
     scores = np.full(hits.positions.shape, -np.inf)
     for query, positions, row in zip(queries, hits.positions, scores, strict=True):
-        there = positions >= 0
-        if there.any():
-            row[there] = -k_reciprocal_distances(query[None], now.vectors(positions[there]))[0]
+        valid = positions >= 0
+        if valid.any():
+            vectors = snapshot.vectors(positions[valid])
+            row[valid] = -k_reciprocal_distances(query[None], vectors)[0]
     return merge_hits([Hits(hits.positions, scores)], min(k, hits.positions.shape[1]))
-
-
-def _as_similarities(scores: Scores, similarity: str) -> FloatArray:
-    """Return the similarities that users see: cosines up to 1, or negative distances."""
-    similarities = scores.clip(-1, 1) if similarity == "cosine" else -np.sqrt(-scores)
-    return np.where(scores == -np.inf, scores, similarities).astype(np.float32)
-
-
-def describe_index(index: str, count: int, recall: float | None = None, prefix: str = "") -> str:
-    """Describe in one line how this number of new images is searched."""
-    exact = not index or index == indexes.EXACT
-    accuracy = "every search is exact" if exact else "approximate, with exact similarities"
-    if recall is not None:
-        accuracy += f", recall@10 {math.floor(1000 * recall) / 1000:.3f}"
-        if recall < indexes.RECALL:
-            accuracy += f", below {indexes.RECALL}; auto and Flat have a higher recall"
-    return f"index: {prefix}{index or indexes.EXACT} for {pluralize(count, 'image')}: {accuracy}"

@@ -1,8 +1,8 @@
 """Approximate faiss indexes: choose, build, open and search them.
 
 An index returns candidates of one segment, which are then re-scored with the full vectors; an
-index of compressed vectors returns more candidates than k. Filters are applied to the candidates:
-a selector of faiss would not show which rows an index did not reach.
+index of compressed vectors returns more candidates than k. Filters are applied to the candidates,
+because a selector of faiss would not show which rows an index did not reach.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from proximetry._util.errors import UsageError
-from proximetry._util.formatting import format_value
+from proximetry._util.formatting import format_value, pluralize
 from proximetry._util.imports import import_optional
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
@@ -26,15 +26,16 @@ from proximetry.metrics.reranking import binary_codes, candidates
 from proximetry.models.constants import Similarity
 
 EXACT, BINARY = "Flat", "BFlat"
-MOST_EXACT = 100_000  # up to here the scan takes some tens of milliseconds on two cores
-MOST_GRAPH = 2_000_000  # beyond, a graph takes over 5 GB at 512 dimensions, and hours
+MAX_FLAT_ROWS = 100_000  # which are scanned in some tens of milliseconds on two cores
+MAX_GRAPH_ROWS = 2_000_000  # beyond, a graph takes over 5 GB at 512 dimensions, and hours
+MIN_INDEXED_ROWS = 10_000  # fewer rows are scanned faster than an index is set up
 RECALL = 0.98  # recall@10 that the search effort of a new index is raised to
-MOST_EFFORT = 32
-LEAST_INDEXED = 10_000  # fewer rows are scanned in less time than an index is set up
-_BLOCK = 16_384
-_POINTS = 64  # for training, per list; 256, as faiss has it, is no better
+MAX_EFFORT = 32
+EF_SEARCH = 128
+_BLOCK = 16_384  # vectors added at a time
+_POINTS_PER_LIST = 64  # for training; 256, the default of faiss, is not better
 
-_KNOWN = re.compile(
+_SUPPORTED = re.compile(
     r"(OPQ\d+(_\d+)?,|PCA[RW]*\d+,)?"
     r"(Flat|HNSW\d+(,(Flat|SQ\w+|PQ\w+))?|IVF\d+,(Flat|SQ\w+|PQ\w+)|SQ\w+)"
 )
@@ -42,10 +43,9 @@ _KNOWN = re.compile(
 
 @cache
 def load_faiss() -> Any:
-    """Import faiss such that its threads sleep while they wait.
+    """Import faiss so that its waiting threads sleep.
 
-    It has another OpenMP runtime than torch: threads of two runtimes that busy-wait block each
-    other.
+    faiss and torch have an OpenMP runtime each, whose busy-waiting threads would block each other.
     """
     key, policy = "OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY")
     os.environ.setdefault(key, "PASSIVE")
@@ -59,31 +59,31 @@ def load_faiss() -> Any:
 def resolve(index: str, count: int) -> str:
     """Return the index to build for this number of rows, "" for an exact scan."""
     if index == "auto":
-        graph = "HNSW32" if count <= MOST_GRAPH else f"IVF{_lists(count)},SQ8"
-        index = EXACT if count <= MOST_EXACT else graph
-    if index == EXACT or count < max(LEAST_INDEXED, _training(index)):
+        graph = "HNSW32" if count <= MAX_GRAPH_ROWS else f"IVF{_lists(count)},SQ8"
+        index = EXACT if count <= MAX_FLAT_ROWS else graph
+    if index == EXACT or count < max(MIN_INDEXED_ROWS, _training(index)):
         return ""
     return index
 
 
 def _lists(count: int) -> int:
-    """Return nlist: a power of two near 4 √n."""
+    """Return nlist for a number of rows: a power of two near 4 √n."""
     return int(2 ** round(np.log2(4 * np.sqrt(count))))
 
 
 def _training(index: str) -> int:
-    """Return the smallest number of vectors that an index can be trained on."""
+    """Return the minimum number of vectors to train an index."""
     lists = re.search(r"IVF(\d+)", index)
     return max(int(lists[1]) if lists else 0, 256 if "PQ" in index else 0)
 
 
 def check(index: str, dim: int, count: int) -> None:
-    """Reject an unknown index, and one that cannot be trained on this number of vectors."""
+    """Raise UsageError for an unknown index or one that needs more vectors for training."""
     if index == "auto":
         index = resolve(index, count) or EXACT
     if index == EXACT:
         return
-    if not _KNOWN.fullmatch(index) and index != BINARY:
+    if not _SUPPORTED.fullmatch(index) and index != BINARY:
         raise UsageError(
             f"unknown index {format_value(index)}. Use auto, Flat, HNSW32, IVF1024,PQ64 or another "
             "factory string of faiss, or BFlat for binary codes."
@@ -124,7 +124,7 @@ def build(
     faiss = load_faiss()
     built, binary = _make(index, vectors.shape[1], similarity), index == BINARY
     if not built.is_trained:
-        sample, points = vectors, _POINTS * max(_training(index), 1024)
+        sample, points = vectors, _POINTS_PER_LIST * max(_training(index), 1024)
         if len(vectors) > points:
             sample_rows = np.random.default_rng(0).choice(len(vectors), points, replace=False)
             sample = vectors[np.sort(sample_rows)]
@@ -137,7 +137,7 @@ def build(
 
 
 def compressed_candidates(k: int) -> int:
-    """Return the number of candidates for k results where vectors are compressed."""
+    """Return the number of candidates for k results of an index of compressed vectors."""
     return 10 * max(k, 10)
 
 
@@ -155,7 +155,7 @@ class Index:
         read = faiss.read_index_binary if self._binary else faiss.read_index
         flags = int(faiss.IO_FLAG_MMAP_IFC)
         if "IVF" in kind:
-            # Lists on disk are slower, and only needed if memory is too small.
+            # Lists on disk are slower; they are used only if memory is too small.
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             flags = int(faiss.IO_FLAG_MMAP) if file.stat().st_size > memory // 2 else 0
         try:
@@ -173,9 +173,9 @@ class Index:
         return compressed_candidates(k) * self.effort if coarse else k
 
     def candidates(self, queries: npt.NDArray[np.float32], k: int, share: float = 1.0) -> IntArray:
-        """Return rows that are probably near, [queries, n], −1 where there are fewer.
+        """Return the rows of probable neighbors, [queries, n]; −1 if there are fewer.
 
-        Where only a share of all rows is allowed, n grows so that about twice `count(k)` of the
+        If only a share of all rows is allowed, n grows so that about twice `count(k)` of the
         returned rows are allowed if these are spread evenly.
         """
         wider = 2 / share if share < 1 else 1.0
@@ -183,7 +183,7 @@ class Index:
         points = binary_codes(queries) if self._binary else queries
         faiss, single = load_faiss(), "HNSW" in self.kind and len(queries) == 1
         threads = faiss.omp_get_max_threads()
-        if single:  # to wake other threads takes longer than one graph search
+        if single:  # waking other threads takes longer than one graph search
             faiss.omp_set_num_threads(1)
         try:
             _, rows = self._index.search(points, count, params=self._parameters(count, wider))
@@ -201,15 +201,23 @@ class Index:
             lists = math.ceil(probes(index.nlist) * self.effort * wider)
             inner = faiss.SearchParametersIVF(nprobe=min(lists, index.nlist))
         elif isinstance(index, faiss.IndexHNSW):
-            inner = faiss.SearchParametersHNSW(efSearch=max(DEPTH * self.effort, 2 * count))
+            inner = faiss.SearchParametersHNSW(efSearch=max(EF_SEARCH * self.effort, 2 * count))
         else:
             return None
         return faiss.SearchParametersPreTransform(index_params=inner) if transformed else inner
 
 
-DEPTH = 128  # efSearch of a graph
-
-
 def probes(lists: int) -> int:
-    """Return nprobe: an eighth of the lists, from 16 to 256."""
+    """Return nprobe: nlist / 8, from 16 to 256."""
     return max(min(lists, 16), min(lists // 8, 256))
+
+
+def describe(index: str, count: int, recall: float | None = None, prefix: str = "") -> str:
+    """Describe the index of this number of images in one line."""
+    exact = index in ("", EXACT)
+    accuracy = "every search is exact" if exact else "approximate, with exact similarities"
+    if recall is not None:
+        accuracy += f", recall@10 {math.floor(1000 * recall) / 1000:.3f}"
+        if recall < RECALL:
+            accuracy += f", below {RECALL}; auto and Flat have a higher recall"
+    return f"index: {prefix}{index or EXACT} for {pluralize(count, 'image')}: {accuracy}"

@@ -1,6 +1,6 @@
 """`gallery.json`: the files of a gallery's current version.
 
-It is the only file that is ever replaced, and replacing it commits a change. All other files are
+It is the only file that is replaced, and replacing it commits a change. All other files are
 written before, under new names, and never change.
 """
 
@@ -29,7 +29,7 @@ from proximetry._util.files import (
     read_json,
 )
 from proximetry._util.formatting import format_value, join_first
-from proximetry.models.constants import MAX_DIM, SIMILARITIES, Similarity
+from proximetry.models.constants import Similarity
 
 FORMAT = "proximetry gallery"
 VERSION = 1
@@ -42,15 +42,19 @@ EMBEDDER, STAGING, SEGMENTS = "embedder", "staging", "segments"
 FILES = {
     "vectors": "vectors.npy",
     "ids": "ids.npy",
-    "rows": "rows.arrow",
+    "rows": "metadata.arrow",
     "squares": "squares.npy",
     "index": "index.faiss",
 }
-_LARGEST = 10_000_000
+_MAX_BYTES = 10_000_000
 _NAME = re.compile("[0-9a-f]{32}")
 _DELETED = re.compile(r"deleted-[0-9a-f]{32}\.npy")
 
 Report = Callable[[str], None]
+
+
+def ignore(*values: object) -> None:
+    """Discard progress and messages that no caller receives."""
 
 
 class DamagedGalleryError(ValueError):
@@ -106,13 +110,13 @@ class Manifest:
     dim: int
     index: str  # "auto" or a faiss factory string, as passed to `build`
     next_id: int = 0
-    segments: tuple[SegmentInfo, ...] = ()  # in rising order of ids
-    deleted: DeletedIds | None = None  # ids that are still in a segment
+    segments: tuple[SegmentInfo, ...] = ()  # in ascending order of ids
+    deleted: DeletedIds | None = None  # removed ids that are still in a segment
     retired: Mapping[str, float] = field(default_factory=dict)  # replaced segments, and when
 
     @property
     def version(self) -> str:
-        """An identifier that changes with every change, as file names do."""
+        """An identifier that is different after every change, as file names are."""
         files = [info.name for info in self.segments], self.deleted and self.deleted.name
         return hashlib.sha256(repr((self.embedder, files)).encode()).hexdigest()
 
@@ -134,12 +138,12 @@ def read_manifest(folder: Path) -> Manifest:
         if (folder / LOCK).exists():
             reason = "the build is not finished. Run it again."
         elif (find_embedder(folder) / DESCRIPTION).exists():
-            reason = f"it is an embedder. Build one: proximetry index IMAGES --model {folder}"
+            reason = f"it is an embedder. Build one: proximetry index IMAGES --model {folder}."
         raise UsageError(f"{folder} is not a gallery: {reason}")
     try:
-        content = read_json(path, _LARGEST)
+        content = read_json(path, _MAX_BYTES)
     except ValueError as error:
-        raise DamagedGalleryError(path, error) from error
+        raise DamagedGalleryError(path, str(error).removeprefix(f"{path} is damaged: ")) from error
     check_format(path, content, FORMAT, VERSION)
     if CHECKSUM not in content:
         raise DamagedGalleryError(path, "it has no checksum")
@@ -156,10 +160,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def _parse(values: dict[str, Any]) -> Manifest:
-    """Build a manifest; its names become paths, so they are validated."""
+    """Build a manifest; validate its names, which become paths."""
     segments = [
-        SegmentInfo(**{**one, "files": {kind: FileInfo(**f) for kind, f in one["files"].items()}})
-        for one in values["segments"]
+        SegmentInfo(**{**info, "files": {kind: FileInfo(**f) for kind, f in info["files"].items()}})
+        for info in values["segments"]
     ]
     deleted = values["deleted"]
     if deleted:
@@ -167,20 +171,9 @@ def _parse(values: dict[str, Any]) -> Manifest:
         if not _DELETED.fullmatch(deleted.name):
             raise ValueError(f"invalid file of deleted ids {format_value(deleted.name)}")
     manifest = Manifest(**{**values, "segments": tuple(segments), "deleted": deleted})
-    for segment in segments:
-        kinds = {"vectors", "ids", "rows"} | ({"index"} if segment.index else set())
-        kinds |= {"squares"} if manifest.similarity == "euclidean" else set()
-        if set(segment.files) != kinds:
-            raise ValueError(f"invalid segment {format_value(segment.name)}")
     names = [*(segment.name for segment in segments), *manifest.retired]
-    if len({*names}) < len(names):
-        raise ValueError("duplicate segment")
     if invalid := [name for name in names if not _NAME.fullmatch(name)]:
         raise ValueError(f"invalid segment {format_value(invalid[0])}")
-    if manifest.similarity not in SIMILARITIES or not 1 <= manifest.dim <= MAX_DIM:
-        raise ValueError(
-            f"{format_value(manifest.similarity)} in {format_value(manifest.dim)} dimensions"
-        )
     return manifest
 
 
@@ -192,8 +185,8 @@ def read_digest(path: Path) -> FileInfo:
 
 
 @contextmanager
-def locked(folder: Path, report: Report) -> Iterator[None]:
-    """Lock the gallery for writing; the lock ends with the process."""
+def write_lock(folder: Path, report: Report) -> Iterator[None]:
+    """Lock a gallery for writing; the lock ends with the process."""
     try:
         lock = acquire_lock(folder / LOCK, LOCK_SECONDS, report)
     except TimeoutError as error:
@@ -208,25 +201,24 @@ def locked(folder: Path, report: Report) -> Iterator[None]:
 
 
 def check_new_folder(folder: Path) -> None:
-    """Reject a folder in which no gallery can be built."""
+    """Raise UsageError for a folder in which no gallery can be built."""
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise UsageError(f"{folder} is a file; a gallery is a folder")
+        raise UsageError(f"{folder} is a file. A gallery is a folder.")
     if (folder / MANIFEST).exists():
         raise UsageError(
             f"{folder} is already a gallery. Add to it: Gallery.open({str(folder)!r}).add(…)"
         )
-    ours = {LOCK, EMBEDDER, STAGING, SEGMENTS}
     names = {path.name for path in folder.iterdir() if final_name(path) != MANIFEST}
-    if foreign := sorted(names - ours):
+    if foreign := sorted(names - {LOCK, EMBEDDER, STAGING, SEGMENTS}):
         raise UsageError(
             f"{folder} has other files: {join_first(foreign, 3)}. Choose a new or empty folder."
         )
 
 
 def retire(before: Manifest, after: Manifest) -> Manifest:
-    """Keep the segments that a change replaces for `GRACE` seconds."""
+    """Return the new manifest with the replaced segments, which stay for `GRACE` seconds."""
     now = time.time()
     recent = {name: since for name, since in before.retired.items() if now - since < GRACE}
     names = {segment.name for segment in after.segments}
@@ -234,15 +226,15 @@ def retire(before: Manifest, after: Manifest) -> Manifest:
     return replace(after, retired=recent | dict.fromkeys(replaced, now))
 
 
-def sweep(folder: Path, manifest: Manifest) -> None:
-    """Remove our files that the manifest does not name, and old staged vectors; under the lock."""
-    named = {*(segment.name for segment in manifest.segments), *manifest.retired}
+def remove_stale_files(folder: Path, manifest: Manifest) -> None:
+    """Remove files that the manifest does not name, and old staged vectors; under the lock."""
+    current = {*(segment.name for segment in manifest.segments), *manifest.retired}
     for path in (folder / SEGMENTS).glob("*"):
-        if _NAME.fullmatch(path.name) and path.name not in named:
+        if _NAME.fullmatch(path.name) and path.name not in current:
             shutil.rmtree(path, ignore_errors=True)
-    current = manifest.deleted.name if manifest.deleted else ""
+    deleted = manifest.deleted.name if manifest.deleted else ""
     for path in folder.iterdir():
-        stale = _DELETED.fullmatch(path.name) and path.name != current
+        stale = _DELETED.fullmatch(path.name) and path.name != deleted
         if stale or final_name(path) == MANIFEST:
             with suppress(OSError):
                 path.unlink()
@@ -251,6 +243,6 @@ def sweep(folder: Path, manifest: Manifest) -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime >= GRACE:
                 path.unlink()
-    for emptied in (*(folder / STAGING).glob("*"), folder / STAGING):
+    for path in (*(folder / STAGING).glob("*"), folder / STAGING):
         with suppress(OSError):  # it does not exist, or is not empty
-            emptied.rmdir()
+            path.rmdir()

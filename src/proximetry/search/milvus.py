@@ -1,4 +1,4 @@
-"""Galleries on Milvus: the same calls, for more images than one machine can store.
+"""`MilvusGallery`: the same interface for more images than one machine can store.
 
     milvus://host:19530/collection     a server or a cluster; milvuss:// over TLS
     milvus:file.db/collection          a file of Milvus Lite; the default collection is "gallery"
@@ -32,23 +32,23 @@ from proximetry._util.imports import import_optional
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.models import Embedder
-from proximetry.search import indexes, rows
+from proximetry.search import indexes, metadata
 from proximetry.search.exact import SPARE, FloatArray, Hits, Scores, exact_scores, merge_hits
-from proximetry.search.gallery import Gallery, describe_index
-from proximetry.search.manifest import STAGING, Manifest, Report, locked
-from proximetry.search.staging import NewImages
+from proximetry.search.gallery import Gallery
+from proximetry.search.manifest import STAGING, Manifest, Report, write_lock
+from proximetry.search.new_images import NewImages
 
-MOST = 16_384  # the largest number of results of a query on Milvus
+MAX_K = 16_384  # the largest number of results of a query on Milvus
 TOKEN = "MILVUS_TOKEN"
 _TIMEOUT = 10.0
 _VERSION = 2
-# Properties of a collection: the gallery as JSON, and one for each further column.
+# Properties of a collection: the gallery as JSON, and one for each column besides path and label.
 _GALLERY, _COLUMN = "proximetry", "proximetry.column."
-# Fields beside the vector; other columns are in a field of JSON, under any name.
+# Fields besides the vector; other columns are in a field of JSON.
 _TEXTS, _OTHERS = ("path", "label"), "columns"
-_LONGEST_TEXT = 65_535
-# A message may have 64 MB: this many numbers take 16 MB, and rows take some kilobytes each.
-_NUMBERS, _ROWS = 1 << 22, 4096
+_MAX_TEXT = 65_535
+# Per message, which may have 64 MB: numbers take 16 MB, and metadata some kilobytes per row.
+_MAX_NUMBERS, _MAX_ROWS = 1 << 22, 4096
 
 _SERVER = re.compile(r"milvus(s?)://([^/\s]+)/([A-Za-z_][A-Za-z0-9_]*)")
 _FILE = re.compile(r"milvus:(?!//[^/])(?://)?(.+\.db)(?:/([A-Za-z_][A-Za-z0-9_]*))?")
@@ -102,10 +102,8 @@ class _Client:
     """A MilvusClient whose errors name the gallery."""
 
     def __init__(self, address: Address) -> None:
-        self.address, self._pymilvus = (
-            address,
-            import_optional("pymilvus", "milvus", "A gallery on Milvus"),
-        )
+        self.address = address
+        self._pymilvus = import_optional("pymilvus", "milvus", "A gallery on Milvus")
         if address.local:
             import_optional("milvus_lite", None, "A gallery in a file of Milvus")
             if not Path(address.uri).parent.is_dir():
@@ -136,7 +134,7 @@ class _Client:
 
 
 def find(path: str | os.PathLike[str]) -> _Client | None:
-    """Connect to Milvus if the collection is there."""
+    """Connect to Milvus; return None if the collection does not exist."""
     address = Address.parse(path)
     if address.local and not Path(address.uri).exists():
         return None
@@ -149,7 +147,7 @@ def choose_index(index: str, count: int) -> tuple[str, dict[str, int]]:
 
     "auto" of many images is Milvus's AUTOINDEX.
     """
-    if index == "auto" and count > indexes.MOST_EXACT:
+    if index == "auto" and count > indexes.MAX_FLAT_ROWS:
         return "AUTOINDEX", {}
     if index in ("auto", indexes.EXACT):
         return "FLAT", {}
@@ -165,8 +163,8 @@ def choose_index(index: str, count: int) -> tuple[str, dict[str, int]]:
     )
 
 
-# Milvus stores text in UTF-8, which names of files need not be. Other bytes, in Python lone
-# surrogates, are stored as the last characters for private use.
+# Milvus stores UTF-8 text, and names of files may have other bytes, which are lone surrogates in
+# Python. They are stored as the last private-use characters.
 _TO_PRIVATE = {0xDC00 + byte: 0x10FF00 + byte for byte in range(0x80, 0x100)}
 _FROM_PRIVATE = {private: surrogate for surrogate, private in _TO_PRIVATE.items()}
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
@@ -190,7 +188,7 @@ def _quoted(value: Any) -> str:
 
 
 def _literals(value: Any) -> list[str]:
-    """Return the literals that match a value: words of the command line may be numbers."""
+    """Return the literals that match a value: text of the command line may be a number."""
     literals = [_quoted(value)]
     with suppress(ValueError):
         parsed = json.loads(str(value).lower())
@@ -200,14 +198,14 @@ def _literals(value: Any) -> list[str]:
 
 
 def _condition(column: str, targets: Sequence[Any]) -> str:
-    """Return the filter expression for a column to have one of these values."""
-    values = [one for one in targets if one is not None]
+    """Return the filter expression of a condition: a column has one of these values."""
+    values = [value for value in targets if value is not None]
     if column in _TEXTS:
         terms = [f"{column} in [{', '.join(map(_quoted, values))}]"] if values else []
         missing = f"{column} is null"
     else:
         field = f"{_OTHERS}[{_quoted(column)}]"
-        terms = [f"{field} == {literal}" for one in values for literal in _literals(one)]
+        terms = [f"{field} == {literal}" for value in values for literal in _literals(value)]
         missing = f"not exists {field}"
     if len(values) < len(targets):
         terms.append(missing)
@@ -224,21 +222,21 @@ def ids_of(table: Any) -> IntArray:
 class Collection:
     """A gallery on Milvus in its current state, with the methods of a `Snapshot`."""
 
-    largest_k = MOST
+    max_k = MAX_K
 
     def __init__(self, client: _Client, name: str, properties: Mapping[str, str]) -> None:
         self.client, self.name = client, name
-        about = json.loads(properties[_GALLERY])
-        if about["version"] != _VERSION:
+        description = json.loads(properties[_GALLERY])
+        if description["version"] != _VERSION:
             raise ValueError(
-                f"{client.address} has format version {format_value(about['version'])}; this "
+                f"{client.address} has format version {format_value(description['version'])}; this "
                 f"Proximetry reads version {_VERSION}. Install the version that wrote it."
             )
-        self.kind, self.manifest = about["index"], Manifest(**about["manifest"])
-        further = sorted(key.removeprefix(_COLUMN) for key in properties if _COLUMN in key)
-        self.columns = [*_TEXTS, *map(_restore, further)]
+        self.kind, self.manifest = description["index"], Manifest(**description["manifest"])
+        others = sorted(key.removeprefix(_COLUMN) for key in properties if _COLUMN in key)
+        self.columns = [*_TEXTS, *map(_restore, others)]
         # Rows with vectors per message.
-        self._batch = min(_ROWS, max(1, _NUMBERS // self.manifest.dim))
+        self._batch = min(_MAX_ROWS, max(1, _MAX_NUMBERS // self.manifest.dim))
 
     @classmethod
     def open(cls, client: _Client) -> Collection:
@@ -246,7 +244,7 @@ class Collection:
         name = client.address.collection
         properties = client.describe_collection(name).get("properties") or {}
         if _GALLERY not in properties:
-            raise UsageError(f"{client.address} is a collection of Milvus, but not a gallery")
+            raise UsageError(f"{client.address} is not a gallery. Choose another collection.")
         opened = cls(client, name, properties)
         client.load_collection(name)
         return opened
@@ -261,15 +259,15 @@ class Collection:
         schema.add_field("id", types.INT64, is_primary=True)
         schema.add_field("vector", types.FLOAT_VECTOR, dim=manifest.dim)
         for name in _TEXTS:
-            schema.add_field(name, types.VARCHAR, max_length=_LONGEST_TEXT, nullable=name != "path")
+            schema.add_field(name, types.VARCHAR, max_length=_MAX_TEXT, nullable=name != "path")
         schema.add_field(_OTHERS, types.JSON)
         metric = "IP" if manifest.similarity == "cosine" else "L2"
         params = client.prepare_index_params()
         params.add_index("vector", index_type=kind, metric_type=metric, params=settings)
-        for name in () if client.address.local else _TEXTS:  # a file is small, and scanned
+        for name in () if client.address.local else _TEXTS:  # Milvus Lite scans its file
             params.add_index(name, index_type="INVERTED")
-        about = {"version": _VERSION, "index": kind, "manifest": asdict(manifest)}
-        name, properties = client.address.temporary_name, {_GALLERY: json.dumps(about)}
+        description = {"version": _VERSION, "index": kind, "manifest": asdict(manifest)}
+        name, properties = client.address.temporary_name, {_GALLERY: json.dumps(description)}
         client.drop_collection(name)  # of an interrupted build
         client.create_collection(
             name,
@@ -284,11 +282,11 @@ class Collection:
         (answer,) = self.client.query(self.name, filter="", output_fields=["count(*)"])
         return int(answer["count(*)"])
 
-    def select(self, where: rows.Where) -> Any:
-        """Return the filter expression of all conditions, each of which some image meets."""
+    def select(self, where: metadata.Where) -> Any:
+        """Return the filter expression of all conditions; raise if no image matches one of them."""
         terms = []
         for name, value in where.items():
-            targets = rows.condition_values(name, value, self.columns)
+            targets = metadata.condition_values(name, value, self.columns)
             terms.append(_condition(name, targets))
             if not self.client.query(self.name, filter=terms[-1], output_fields=["id"], limit=1):
                 raise UsageError(f"no image has {name} {join_first(map(format_value, targets))}")
@@ -319,23 +317,23 @@ class Collection:
         return positions
 
     def positions(self, ids: IntArray) -> IntArray:
-        """Return the ids that are there; −1 for others."""
+        """Return the ids that exist; −1 for others."""
         return np.where(np.isin(ids, [*self._get(ids, [])]), ids, -1)
 
     def _get(self, ids: IntArray, fields: Iterable[str]) -> dict[int, dict[str, Any]]:
-        """Return fields of rows by their ids, without missing rows."""
-        known: dict[int, dict[str, Any]] = {}
+        """Return fields of the existing rows by id."""
+        records: dict[int, dict[str, Any]] = {}
         targets, names = np.unique(ids).tolist(), ["id", *fields]
         for part in chunks(len(targets), self._batch):
             batch = self.client.get(self.name, ids=targets[part], output_fields=names)
-            known |= {row["id"]: row for row in batch}
-        return known
+            records |= {row["id"]: row for row in batch}
+        return records
 
     def take(self, positions: IntArray, columns: Iterable[str]) -> dict[str, list[Any]]:
         """Return columns of rows, None for −1 and for rows that were removed meanwhile."""
         names = list(columns)
-        known = self._get(positions, {name if name in _TEXTS else _OTHERS for name in names})
-        records = [known.get(one, {}) for one in positions.tolist()]
+        by_id = self._get(positions, {name if name in _TEXTS else _OTHERS for name in names})
+        records = [by_id.get(position, {}) for position in positions.tolist()]
         others = [row.get(_OTHERS, {}) for row in records]
         return {
             name: [_restore(row.get(name)) for row in (records if name in _TEXTS else others)]
@@ -344,31 +342,29 @@ class Collection:
 
     def vectors(self, positions: IntArray) -> FloatArray:
         """Return the vectors of rows, [n, dim]; zeros for rows that were removed meanwhile."""
-        known, zeros = self._get(positions, ["vector"]), {"vector": [0.0] * self.manifest.dim}
-        vectors = [known.get(one, zeros)["vector"] for one in positions.tolist()]
+        by_id, zeros = self._get(positions, ["vector"]), {"vector": [0.0] * self.manifest.dim}
+        vectors = [by_id.get(position, zeros)["vector"] for position in positions.tolist()]
         return np.array(vectors, np.float32).reshape(-1, self.manifest.dim)
 
     def scores(self, queries: FloatArray, positions: IntArray) -> Scores:
         """Return the scores of each query with the rows at its positions; −inf at −1."""
         vectors = self.vectors(positions.ravel()).reshape(*positions.shape, -1)
-        near = exact_scores(queries, vectors, self.manifest.similarity)
-        return np.where(positions >= 0, near, -np.inf)
+        scores = exact_scores(queries, vectors, self.manifest.similarity)
+        return np.where(positions >= 0, scores, -np.inf)
 
     def search(self, queries: FloatArray, k: int, allowed: Any) -> Hits:
         """Return the k nearest of the allowed rows: candidates of Milvus, scored in float64."""
-        if k > MOST:
-            raise UsageError(
-                f"Milvus returns up to {format_int(MOST)} images per query, got k = {k}"
-            )
-        count = min(indexes.compressed_candidates(k) if self.kind == "IVF_PQ" else k + SPARE, MOST)
+        if k > MAX_K:
+            raise UsageError(f"k must be at most {format_int(MAX_K)} on Milvus, got {k}")
+        count = min(indexes.compressed_candidates(k) if self.kind == "IVF_PQ" else k + SPARE, MAX_K)
         effort = {}
         if self.kind == "HNSW":
-            effort = {"ef": max(indexes.DEPTH, 2 * count)}
+            effort = {"ef": max(indexes.EF_SEARCH, 2 * count)}
         elif self.kind.startswith("IVF"):
             lists = choose_index(self.manifest.index, 0)[1]["nlist"]
             effort = {"nprobe": indexes.probes(lists)}
         parts = [Hits(np.empty((0, k), np.int64), np.empty((0, k)))]
-        for part in chunks(len(queries), max(1, _NUMBERS // (count * self.manifest.dim))):
+        for part in chunks(len(queries), max(1, _MAX_NUMBERS // (count * self.manifest.dim))):
             lists = self.client.search(
                 self.name,
                 data=list(queries[part]),
@@ -391,9 +387,9 @@ class Collection:
         return Hits(positions[:, :width], scores[:, :width])
 
     def find_paths(self, table: Any) -> dict[bytes, int]:
-        """Return those of a table's paths that are in the gallery, and their ids."""
+        """Return the paths of a table that are in the gallery, and their ids."""
         paths, ids = table["path"].to_pylist(), self.positions(ids_of(table)).tolist()
-        return {path: one for path, one in zip(paths, ids, strict=True) if one >= 0}
+        return {path: number for path, number in zip(paths, ids, strict=True) if number >= 0}
 
     def write(self, new: NewImages) -> IntArray:
         """Add or replace rows, and return their ids."""
@@ -414,24 +410,24 @@ class Collection:
 
 
 def _records(table: Any, vectors: FloatArray) -> list[dict[str, Any]]:
-    columns = {name: [*map(_store, rows.values(table[name]))] for name in table.column_names}
-    records = []
-    for row, one in enumerate(ids_of(table).tolist()):
-        values = {name: column[row] for name, column in columns.items()}
-        record = {"id": one, "vector": vectors[row], **{name: values.pop(name) for name in _TEXTS}}
-        record[_OTHERS] = {name: value for name, value in values.items() if value is not None}
-        records.append(record)
+    columns = {name: [*map(_store, metadata.values(table[name]))] for name in table.column_names}
+    texts = {name: columns.pop(name) for name in _TEXTS}
+    records: list[dict[str, Any]] = []
+    for row, number in enumerate(ids_of(table).tolist()):
+        others = {name: column[row] for name, column in columns.items() if column[row] is not None}
+        record = {name: column[row] for name, column in texts.items()}
+        records.append({"id": number, "vector": vectors[row], _OTHERS: others, **record})
     return records
 
 
 class MilvusGallery(Gallery):
-    """A gallery on Milvus. Created and opened by `Gallery.build` and `Gallery.open`.
+    """A gallery on Milvus, built by `Gallery.build` and opened by `Gallery.open`.
 
-    Every change is visible immediately to all, and writers do not wait for each other. Milvus does
-    not store the embedder.
+    Every change is immediately visible to all processes, and several may write. Milvus does not
+    store the embedder.
     """
 
-    _version: Collection
+    _snapshot: Collection
 
     @classmethod
     def create(
@@ -448,13 +444,13 @@ class MilvusGallery(Gallery):
         folder = address.folder
         with name_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder, new.report):
+        with write_lock(folder, new.report):
             new.embed(embedder, fingerprint, folder, required=True)
             manifest = Manifest(fingerprint, embedder.architecture.similarity, embedder.dim, index)
             collection = Collection.create(client, manifest, kind, settings)
             built = cls(folder, str(address), collection)
             built._embedder, built.skipped = embedder, new.skipped
-            new.report(describe_index(built._indexes()[0], len(new.table), prefix="Milvus "))
+            new.report(indexes.describe(built._indexes()[0], len(new.table), prefix="Milvus "))
             try:
                 collection.write(new)
                 client.rename_collection(collection.name, address.collection)
@@ -474,48 +470,48 @@ class MilvusGallery(Gallery):
             raise UsageError(f"no gallery {path}. `proximetry index` builds one.")
         return cls(client.address.folder, str(client.address), Collection.open(client))
 
-    def _newest(self) -> Collection:
-        return Collection.open(self._version.client)
+    def _read_snapshot(self) -> Collection:
+        return Collection.open(self._snapshot.client)
 
     def _indexes(self) -> list[str]:
-        return [indexes.EXACT if self._version.kind == "FLAT" else self._version.kind]
+        return [indexes.EXACT if self._snapshot.kind == "FLAT" else self._snapshot.kind]
 
     @property
     def embedder(self) -> Embedder:
         """The embedder that built the gallery, if it was passed."""
         if self._embedder is None:
             raise UsageError(
-                f"the gallery {self.name} stores no embedder. Pass the one that built it: --model "
-                "RUN or Gallery.open(address, embedder); or search with vectors."
+                f"the gallery {self.name} stores no embedder. Pass the one that built it, --model "
+                "RUN or Gallery.open(address, embedder), or search with vectors."
             )
         return self._embedder
 
-    def _write(self, new: NewImages, *, renew: bool) -> IntArray:
-        now = self._newest()
-        self._check_same(now)
-        ids = now.write(new)
+    def _write(self, new: NewImages, *, replace: bool) -> IntArray:
+        collection = self._read_snapshot()
+        self._check_not_rebuilt(collection)
+        ids = collection.write(new)
         new.discard()
-        self._version = now
+        self._snapshot = collection
         return ids
 
     def remove(self, ids: Sequence[int] | IntArray, *, report: Report | None = None) -> None:
         """Remove images by their ids; `ids(where)` returns them."""
-        now = self._version
-        positions = self._positions(now, ids)
-        for part in chunks(len(positions), _ROWS):
-            now.client.delete(now.name, ids=positions[part].tolist())
+        collection = self._snapshot
+        positions = self._positions(collection, ids)
+        for part in chunks(len(positions), _MAX_ROWS):
+            collection.client.delete(collection.name, ids=positions[part].tolist())
 
     def compact(self, *, progress: Progress | None = None, report: Report | None = None) -> None:
         """Ask Milvus to reclaim the space of removed rows, which it also does automatically."""
-        self._version.client.compact(self._version.name)
+        self._snapshot.client.compact(self._snapshot.name)
 
     def verify(self, progress: Progress | None = None) -> None:
-        """Read every vector; raises ValueError for invalid ones."""
-        for ids, vectors in self._version.blocks():
+        """Read every vector; raise ValueError for invalid ones."""
+        for ids, vectors in self._snapshot.blocks():
             squares = np.square(vectors.astype(np.float64)).sum(1)
             valid = np.isfinite(squares)
             if self.similarity == "cosine":  # zero vectors have no direction, and stay zero
                 valid &= (np.abs(squares - 1) < 1e-3) | (squares == 0)
             if not valid.all():
-                names = join_first([str(one) for one in ids[~valid]])
+                names = join_first(map(str, ids[~valid]))
                 raise ValueError(f"vectors in {self.name} are damaged: ids {names}")

@@ -18,13 +18,12 @@ from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_path, atomic_write
 from proximetry._util.formatting import shorten
 from proximetry.data.images import ImageError, thumbnail
-from proximetry.search.result import REMOVED, SearchResult
+from proximetry.search.search_result import REMOVED, SearchResult
 
-THUMBNAIL = 160
-_MARGIN, _LINE = 10, 15
+_THUMBNAIL, _MARGIN, _LINE = 160, 10, 15  # pixels
 _COLUMNS = 10
-_MOST_CELLS = 5_000  # larger images are not opened by most viewers
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # which Pillow would break the line at, or draw as boxes
+_MAX_CELLS = 5_000  # most viewers do not open larger images
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # Pillow would break the line there, or draw boxes
 
 
 class _Cell(NamedTuple):
@@ -33,10 +32,10 @@ class _Cell(NamedTuple):
 
 
 def contact_sheet(file: Path, queries: Sequence[str], result: SearchResult) -> None:
-    """Write a contact sheet, all or nothing: .html needs no other file, .png is an image.
+    """Write a contact sheet atomically.
 
     Args:
-        file: ends in .html or .png.
+        file: a self-contained .html page, or a .png image.
         queries: the image file of each query.
         result: the search results.
     """
@@ -44,10 +43,10 @@ def contact_sheet(file: Path, queries: Sequence[str], result: SearchResult) -> N
         raise UsageError(f"a contact sheet must end in .html or .png, got {file}")
     if len(queries) != len(result):
         raise UsageError(f"{len(queries)} queries for {len(result)} results")
-    if len(queries) * (result.k + 1) > _MOST_CELLS:
+    if len(queries) * (result.k + 1) > _MAX_CELLS:
         raise UsageError(
             f"contact sheet is too large: {len(queries)} × {result.k} images. "
-            f"Use fewer queries or a smaller k, at most {_MOST_CELLS} images."
+            f"Use fewer queries or a smaller k, at most {_MAX_CELLS} images."
         )
     rows = [_cells(query, result, number) for number, query in enumerate(queries)]
     if file.suffix.lower() == ".html":
@@ -59,14 +58,14 @@ def contact_sheet(file: Path, queries: Sequence[str], result: SearchResult) -> N
 
 def group_sheet(file: Path, groups: Sequence[Sequence[str | None]]) -> int:
     """Write groups of images as an HTML page, one row each; return the number of groups shown."""
-    there = [[path for path in group if path] for group in groups]  # None: removed meanwhile
-    paths = [path for group in there for path in group]
-    home = os.path.commonpath(paths) if paths else ""
-    sizes = np.cumsum([len(group) for group in there])
-    count = max(1, int((sizes <= _MOST_CELLS).sum()))
+    existing = [[path for path in group if path] for group in groups]  # None: removed meanwhile
+    paths = [path for group in existing for path in group]
+    root = os.path.commonpath(paths) if paths else ""
+    sizes = np.cumsum([len(group) for group in existing])
+    count = max(1, int((sizes <= _MAX_CELLS).sum()))
     rows = [
-        [_Cell(path, (os.path.relpath(path, home),)) for path in group[:_MOST_CELLS]]
-        for group in there[:count]
+        [_Cell(path, (os.path.relpath(path, root),)) for path in group[:_MAX_CELLS]]
+        for group in existing[:count]
     ]
     atomic_write(file, _page(rows, f"Duplicates: {len(rows)} of {len(groups)} groups", query=False))
     return len(rows)
@@ -78,8 +77,8 @@ def _cells(query: str, result: SearchResult, number: int) -> list[_Cell]:
         if result.ids[number, rank] < 0:
             break
         path, label = result.paths[number, rank] or REMOVED, result.labels[number, rank]
-        near = float(result.similarities[number, rank])
-        score = f"{near:.4f}" if result.similarity == "cosine" else f"{-near:.4f}"
+        similarity = float(result.similarities[number, rank])
+        score = f"{similarity if result.similarity == 'cosine' else -similarity:.4f}"
         name = os.path.basename(path)
         cells.append(_Cell(path, (f"{rank + 1}.  {score}", *([label] if label else []), name)))
     return cells
@@ -87,7 +86,7 @@ def _cells(query: str, result: SearchResult, number: int) -> list[_Cell]:
 
 def _thumbnail(path: str) -> Image.Image | None:
     try:
-        return thumbnail(path, THUMBNAIL)
+        return thumbnail(path, _THUMBNAIL)
     except ImageError:
         return None
 
@@ -111,32 +110,32 @@ def _data_uri(path: str) -> str:
 def _draw(results: Sequence[Sequence[_Cell]]) -> Image.Image:
     cells: dict[tuple[int, int], _Cell] = {}  # by row and column
     rows = 0
-    for query, *matches in results:  # in several lines if there are many
+    for query, *matches in results:  # in several rows if there are many
         cells[rows, 0] = query
         for number, match in enumerate(matches):
             cells[rows + number // _COLUMNS, 1 + number % _COLUMNS] = match
         rows += max(1, math.ceil(len(matches) / _COLUMNS))
     columns = 1 + max(column for _, column in cells)
-    side, height = THUMBNAIL + _MARGIN, THUMBNAIL + 3 * _LINE + 2 * _MARGIN
+    side, height = _THUMBNAIL + _MARGIN, _THUMBNAIL + 3 * _LINE + 2 * _MARGIN
     sheet = Image.new("RGB", (columns * side + 2 * _MARGIN, rows * height + _MARGIN), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
     for (row, column), cell in cells.items():
-        # The query stands a little apart.
+        # A second margin separates queries from results.
         left, top = _MARGIN + column * side + _MARGIN * (column > 0), _MARGIN + row * height
         image = _thumbnail(cell.path)
         if image is None:
-            draw.rectangle((left, top, left + THUMBNAIL, top + THUMBNAIL), outline="#bbb")
-            draw.text((left + 40, top + THUMBNAIL // 2), "not readable", "#777", font)
+            draw.rectangle((left, top, left + _THUMBNAIL, top + _THUMBNAIL), outline="#bbb")
+            draw.text((left + 40, top + _THUMBNAIL // 2), "not readable", "#777", font)
         else:
-            x, y = (THUMBNAIL - image.width) // 2, (THUMBNAIL - image.height) // 2
+            x, y = (_THUMBNAIL - image.width) // 2, (_THUMBNAIL - image.height) // 2
             sheet.paste(image, (left + x, top + y))
         if column == 0:
-            frame = (left - 3, top - 3, left + THUMBNAIL + 2, top + THUMBNAIL + 2)
+            frame = (left - 3, top - 3, left + _THUMBNAIL + 2, top + _THUMBNAIL + 2)
             draw.rectangle(frame, outline="#3366cc", width=2)
         for number, line in enumerate(cell.lines):
             text = _CONTROL.sub(" ", line.encode("utf-8", "replace").decode())
-            while draw.textlength(text, font) > THUMBNAIL:
+            while draw.textlength(text, font) > _THUMBNAIL:
                 text = shorten(text, len(text.replace("…", "")) - 1)
             color = "#777" if number == len(cell.lines) - 1 else "black"
-            draw.text((left, top + THUMBNAIL + 4 + number * _LINE), text, color, font)
+            draw.text((left, top + _THUMBNAIL + 4 + number * _LINE), text, color, font)
     return sheet

@@ -1,4 +1,4 @@
-"""`Snapshot`: all segments of a gallery as one opened version."""
+"""`Snapshot`: one version of a gallery, with all its segments."""
 
 from __future__ import annotations
 
@@ -13,29 +13,33 @@ from typing import Any
 import numpy as np
 
 from proximetry._util.tensors import chunks
-from proximetry._util.types import IntArray
-from proximetry.search import indexes, rows
+from proximetry._util.types import IntArray, Progress
+from proximetry.search import indexes, metadata
 from proximetry.search.exact import FloatArray, Hits, Mask, Part, Scores, Store, merge_hits, take
-from proximetry.search.manifest import (
-    DamagedGalleryError,
-    Manifest,
-    read_manifest,
+from proximetry.search.manifest import DamagedGalleryError, Manifest, ignore, read_manifest
+from proximetry.search.segment import (
+    BLOCK,
+    Segment,
+    check_file,
+    check_segment,
+    open_array,
+    write_deleted,
+    write_segment,
 )
-from proximetry.search.segments import Segment, above, check_file, open_array, write_deleted
 
-# A filter that allows this many rows × dimensions is scanned exactly: on one core 10 ms for one
-# query, 70 ms for 100.
 MAX_SCAN_ENTRIES = 1 << 24
-# A scan is as fast as an index for a list of more than this share of the rows.
+"""Rows × dimensions up to which the rows that a filter allows are scanned: 10 ms per query."""
 MIN_LIST_SHARE = 64
-_NEAR = 10  # neighbors that show whether the rows around a query are allowed
-_GATHERED = 0.5  # share of a segment below which allowed rows are gathered, else masked
+"""Rows are scanned if (allowed rows)² is less than this × k × rows: an index is not faster."""
+MAX_MERGED_ROWS = 65_536  # of small segments: they are written in a second
+_MIN_NEIGHBORS = 10  # neighbors that show whether the rows around a query are allowed
+_MAX_GATHERED = 0.5  # share of a segment up to which allowed rows are gathered, else masked
 
 
 class Snapshot:
-    """One version of a gallery, with every file open: later changes do not reach it.
+    """One version of a gallery, with every file open, so that later changes have no effect.
 
-    Rows have positions, in the order of their ids over all segments; −1 is none.
+    Rows have positions, in the order of their ids over all segments; −1 means none.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -49,16 +53,15 @@ class Snapshot:
         self.deleted: IntArray = np.empty(0, np.int64)
         if manifest.deleted:
             file = folder / manifest.deleted.name
-            check_file(file, manifest.deleted.file)  # else removed images could come back
+            check_file(file, manifest.deleted.file)  # else removed images could return
             self.deleted = open_array(file, (manifest.deleted.count,), np.int64).copy()
-        ids = self._ids[:-1]  # their order is relied upon
-        if (np.diff(ids, prepend=-1, append=manifest.next_id) <= 0).any():
-            raise DamagedGalleryError(folder, "ids are not in rising order")
+        if (np.diff(self._ids[:-1], prepend=-1, append=manifest.next_id) <= 0).any():
+            raise DamagedGalleryError(folder, "ids are not in ascending order")
         self.store = Store(
             [segment.part.vectors for segment in self.segments],
             self.starts,
             manifest.similarity,
-            above(max([info.longest for info in infos], default=0.0)),
+            max([info.longest for info in infos], default=0.0),
         )
 
     @classmethod
@@ -70,12 +73,12 @@ class Snapshot:
                 return cls(folder, manifest)
             except FileNotFoundError as error:
                 # A writer may have replaced the manifest and removed the old files meanwhile.
-                before, manifest = manifest, read_manifest(folder)
-                if manifest == before:
+                previous, manifest = manifest, read_manifest(folder)
+                if manifest == previous:
                     raise DamagedGalleryError(folder, f"{error.filename} is missing") from None
 
     def check_tables(self) -> None:
-        """Compare the files that changes depend on with their checksums, before a change."""
+        """Compare the metadata files, which changes depend on, with their checksums."""
         for info in self.manifest.segments:
             check_file(info.paths(self.folder)["rows"], info.files["rows"])
 
@@ -83,28 +86,30 @@ class Snapshot:
         return int(self.starts[-1]) - len(self.deleted)
 
     @property
-    def largest_k(self) -> int:
+    def max_k(self) -> int:
         """The largest k of a search."""
         return max(1, len(self))
 
     @cached_property
     def table(self) -> Any:
         """The metadata of all rows."""
-        return rows.stack([rows.table({"path": []}), *(segment.rows for segment in self.segments)])
+        return metadata.concat(
+            [metadata.from_columns({"path": []}), *(segment.table for segment in self.segments)]
+        )
 
     @cached_property
     def alive(self) -> Mask:
-        """Which rows are not removed."""
+        """A mask of the rows that are not removed."""
         return ~np.isin(self._ids[:-1], self.deleted)
 
-    def select(self, where: rows.Where) -> Any:
-        """Return a mask of the rows that meet the conditions."""
+    def select(self, where: metadata.Where) -> Any:
+        """Return a mask of the rows that match the conditions."""
         if where and self.segments:
-            return rows.select(self.table, where) & self.alive
+            return metadata.select(self.table, where) & self.alive
         return self.alive
 
     def allowed_positions(self, allowed: Any) -> IntArray:
-        """Return the positions of the allowed rows, rising."""
+        """Return the positions of the allowed rows, in ascending order."""
         return np.flatnonzero(allowed)
 
     @cached_property
@@ -118,15 +123,15 @@ class Snapshot:
 
     def positions(self, ids: IntArray) -> IntArray:
         """Return the positions of ids; −1 for removed and unknown ones."""
-        rows = np.searchsorted(self._ids[:-1], ids)
-        known = (ids >= 0) & (self._ids[rows] == ids) & ~np.isin(ids, self.deleted)
-        return np.where(known, rows, -1)
+        positions = np.searchsorted(self._ids[:-1], ids)
+        exists = (ids >= 0) & (self._ids[positions] == ids) & ~np.isin(ids, self.deleted)
+        return np.where(exists, positions, -1)
 
     def vectors(self, positions: IntArray) -> FloatArray:
         """Return the vectors at positions, [n, dim]; zeros at −1."""
-        vectors, there = np.zeros((len(positions), self.manifest.dim), np.float32), positions >= 0
-        if there.any():
-            vectors[there] = take(self.store.vectors, self.starts, positions[there])
+        vectors, valid = np.zeros((len(positions), self.manifest.dim), np.float32), positions >= 0
+        if valid.any():
+            vectors[valid] = take(self.store.vectors, self.starts, positions[valid])
         return vectors
 
     def scores(self, queries: FloatArray, positions: IntArray) -> Scores:
@@ -136,50 +141,50 @@ class Snapshot:
     def take(self, positions: IntArray, columns: Iterable[str]) -> dict[str, list[Any]]:
         """Return columns of the rows at positions; None at −1."""
         result = {name: np.full(len(positions), None, np.object_) for name in columns}
-        owner = np.searchsorted(self.starts, positions, "right") - 1
-        for number in np.unique(owner[owner >= 0]):
-            table, here = self.segments[number].rows, owner == number
-            part = rows.arrow().array(positions[here] - self.starts[number])
+        owners = np.searchsorted(self.starts, positions, "right") - 1
+        for number in np.unique(owners[owners >= 0]):
+            table, mask = self.segments[number].table, owners == number
+            rows = metadata.arrow().array(positions[mask] - self.starts[number])
             for name in result:
                 if name in table.column_names:
-                    result[name][here] = rows.values(table[name].take(part))
+                    result[name][mask] = metadata.values(table[name].take(rows))
         return {name: values.tolist() for name, values in result.items()}
 
     def find_paths(self, table: Any) -> dict[bytes, int]:
-        """Return those of a table's paths that are in the gallery, and their positions."""
+        """Return the paths of a table that are in the gallery, and their positions."""
         paths = self.table["path"]
-        mask = rows.contains(paths, table["path"].combine_chunks()) & self.alive
+        mask = metadata.contains(paths, table["path"].combine_chunks()) & self.alive
         return dict(zip(paths.filter(mask).to_pylist(), np.flatnonzero(mask).tolist(), strict=True))
 
     @cached_property
     def columns(self) -> list[str]:
         """The names of all columns."""
-        return [name for name in self.table.column_names if name not in rows.STAMP]
+        return [name for name in self.table.column_names if name not in metadata.STAMP]
 
     def count_labels(self) -> dict[str, int]:
         """Return the number of images of each class."""
         labels = self.table["label"].filter(self.alive).drop_null()
-        pairs = rows.arrow("pyarrow.compute").value_counts(labels)
-        names = rows.values(pairs.field("values"))
+        pairs = metadata.arrow("pyarrow.compute").value_counts(labels)
+        names = metadata.values(pairs.field("values"))
         return dict(zip(names, pairs.field("counts").to_pylist(), strict=True))
 
     def stamps_below(self, folder: str) -> Iterator[tuple[str, int | None, int | None]]:
-        """Yield path, size and time of modification of the images below a folder, as embedded."""
-        prefix = rows.encode(os.path.join(folder, ""))
-        below = rows.arrow("pyarrow.compute").starts_with(self.table["path"], prefix)
-        positions = np.flatnonzero(np.asarray(below) & self.alive)
-        return zip(*self.take(positions, ["path", *rows.STAMP]).values(), strict=True)
+        """Yield path, size and mtime of the images below a folder when they were embedded."""
+        prefix = metadata.encode(os.path.join(folder, ""))
+        mask = metadata.arrow("pyarrow.compute").starts_with(self.table["path"], prefix)
+        positions = np.flatnonzero(np.asarray(mask) & self.alive)
+        return zip(*self.take(positions, ["path", *metadata.STAMP]).values(), strict=True)
 
     def search(self, queries: FloatArray, k: int, allowed: Any) -> Hits:
-        """Return the k nearest of the allowed rows, by index or by an exact scan."""
-        k = min(k, self.largest_k)
+        """Return the k nearest of the allowed rows, with an index or by an exact scan."""
+        k = min(k, self.max_k)
         scanned: list[Part] = []
         hits: list[Hits] = []
         for segment in self.segments:
             part, total = segment.part, len(segment.ids)
             mask = allowed[part.start : part.start + total]
             count = int(np.count_nonzero(mask))
-            if count < _GATHERED * total:
+            if count < _MAX_GATHERED * total:
                 part = part._replace(rows=np.flatnonzero(mask))
             elif count < total:
                 part = part._replace(allowed=mask)
@@ -197,16 +202,16 @@ class Snapshot:
     ) -> Hits:
         """Return the k nearest of the allowed rows among the candidates of an index.
 
-        All allowed rows are scanned for a query that has less than half of its share of them
-        around it, so that the index returns too few.
+        All allowed rows are scanned for a query with less than half of its share of allowed
+        candidates: the index would return too few.
         """
         count = int(np.count_nonzero(mask))
-        share, near = count / len(mask), k if count == len(mask) else max(k, _NEAR)
-        rows = index.candidates(queries, near, share)
-        met = (rows >= 0) & mask[rows]
-        short = met.sum(1) < min(index.count(near), count)
-        short |= met[:, : math.ceil(2 * near / share)].sum(1) < min(near, count)
-        rows = -np.sort(np.where(met, -rows, 1), axis=1)[:, : met.sum(1).max(initial=0)]
+        share, n = count / len(mask), k if count == len(mask) else max(k, _MIN_NEIGHBORS)
+        rows = index.candidates(queries, n, share)
+        matches = (rows >= 0) & mask[rows]
+        short = matches.sum(1) < min(index.count(n), count)
+        short |= matches[:, : math.ceil(2 * n / share)].sum(1) < min(n, count)
+        rows = -np.sort(np.where(matches, -rows, 1), axis=1)[:, : matches.sum(1).max(initial=0)]
         hits = self.store.rescore(queries, np.where(rows >= 0, rows + part.start, -1), k)
         if short.any():
             hits.positions[short], hits.scores[short] = self.store.search([part], queries[short], k)
@@ -219,6 +224,43 @@ class Snapshot:
             yield positions[part], self.vectors(positions[part])
 
     def without(self, ids: IntArray) -> Manifest:
-        """Return the manifest with more ids removed, after writing their file."""
+        """Write the removed ids, and return the manifest without these ids."""
         all_deleted = np.union1d(self.deleted, ids)
         return replace(self.manifest, deleted=write_deleted(self.folder, all_deleted))
+
+    def merge(self, first: int, index: str, progress: Progress) -> Manifest:
+        """Write the segments from `first` as one, without removed rows; return the manifest."""
+        manifest, start = self.manifest, int(self.starts[first])
+        for info in manifest.segments[first:]:  # damaged files must not get a new checksum
+            check_segment(self.folder, info)
+        positions = self.allowed_positions(self.alive)
+        positions = positions[positions >= start]
+        segments = manifest.segments[:first]
+        if len(positions):
+            merged = write_segment(
+                self.folder,
+                manifest,
+                self.table.take(metadata.arrow().array(positions)),
+                self.ids(positions),
+                (self.vectors(positions[part]) for part in chunks(len(positions), BLOCK)),
+                indexes.resolve(index, len(positions)),
+                progress,
+            )
+            segments = (*segments, merged)
+        deleted = np.intersect1d(self.deleted, self.ids(np.arange(start)))
+        return replace(manifest, segments=segments, deleted=write_deleted(self.folder, deleted))
+
+
+def merge_small_segments(folder: Path, manifest: Manifest) -> Manifest:
+    """Merge small segments at the end, each with one that is not much larger.
+
+    A row is rewritten only when its segment doubles, which is rare.
+    """
+    while len(manifest.segments) > 1:
+        first, second = manifest.segments[-2:]
+        large = first.rows + second.rows > MAX_MERGED_ROWS
+        if first.index or second.index or first.rows > 2 * second.rows or large:
+            break
+        last = len(manifest.segments) - 2
+        manifest = Snapshot(folder, manifest).merge(last, indexes.EXACT, ignore)
+    return manifest

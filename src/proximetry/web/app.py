@@ -24,24 +24,24 @@ from proximetry._util.errors import UsageError, suggest
 from proximetry._util.formatting import format_value, shorten
 from proximetry._util.machine import cores
 from proximetry.data import ImageError
-from proximetry.search.gallery import ROUNDING
-from proximetry.search.rows import parse_conditions
-from proximetry.web.map import MOST, MapError, MapMaker
-from proximetry.web.middleware import MOST_BYTES, problem
-from proximetry.web.searcher import MOST_PIXELS, Conditions, Searcher
-from proximetry.web.view import SIZES, View, to_json_value
+from proximetry.search.duplicates import ROUNDING
+from proximetry.search.metadata import parse_conditions
+from proximetry.web.gallery_map import MAX_POINTS, MapError, MapMaker
+from proximetry.web.live_gallery import SIZES, LiveGallery, to_json_value
+from proximetry.web.middleware import MAX_BYTES, problem
+from proximetry.web.searcher import MAX_PIXELS, Conditions, Searcher
 
 T = TypeVar("T")
 
 MAX_RESULTS = 1000
-_LARGEST_ID = 2**63 - 1
-_MOST_CLASSES = 2000  # listed on the page
+_MAX_ID = 2**63 - 1
+_MAX_CLASSES = 2000  # on the page
 _STATIC = Path(__file__).parent / "static"
 _DESCRIPTION = f"""Searches a gallery of images by their embeddings.
 
 Errors are JSON, `{{"detail": MESSAGE}}`. A server with a token requires the header
 `Authorization: Bearer TOKEN`. A busy server answers 503; try again after `Retry-After` seconds.
-An upload may have {MOST_BYTES // 10**6} MB and {MOST_PIXELS // 10**6} million pixels."""
+An upload may have {MAX_BYTES // 10**6} MB and {MAX_PIXELS // 10**6} million pixels."""
 
 Scalar = str | int | float | bool | None
 
@@ -82,17 +82,14 @@ class SearchForm(BaseModel):
     """A query: an image, or the id of one in the gallery."""
 
     id: int | None = Field(
-        None,
-        ge=0,
-        le=_LARGEST_ID,
-        description="An image of the gallery, which is excluded from the results.",
+        None, ge=0, le=_MAX_ID, description="An image of the gallery; it is not among the results."
     )
     k: int = Field(10, ge=1, le=MAX_RESULTS, description="Number of results.")
     where: list[str] = Field(
         [],
         max_length=100,
-        description="COLUMN=VALUE: search only images with this value; of several for one column "
-        "any matches.",
+        description="COLUMN=VALUE: search only images with this value; several values of one "
+        "column are combined with OR.",
     )
     threshold: float | None = Field(
         None,
@@ -101,26 +98,28 @@ class SearchForm(BaseModel):
     )
 
     @classmethod
-    def described(cls) -> dict[str, Any]:
-        """Return the body of a request, for OpenAPI."""
+    def request_body(cls) -> dict[str, Any]:
+        """Return the request body for OpenAPI."""
         schema = cls.model_json_schema()
-        image = {"type": "string", "format": "binary", "description": "An image file; or give id."}
+        image = {"type": "string", "format": "binary", "description": "An image file, or pass id."}
         schema["properties"] = {"image": image, **schema["properties"]}
         return {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
 
 
 class Map(BaseModel):
-    """Images as points in the unit square; near points are similar, distances mean little."""
+    """Images as points in the unit square; similar images are near each other."""
 
     state: Literal["ready", "computing"]
     seconds: float | None = Field(default=None, description="Computing time so far.")
     images: int = Field(description="Number of images in the gallery.")
     outdated: bool = Field(default=False, description="Whether a newer map is being computed.")
-    ids: list[int] = Field(default=[], description=f"Up to {MOST}; a larger gallery is sampled.")
+    ids: list[int] = Field(
+        default=[], description=f"Up to {MAX_POINTS}; a larger gallery is sampled."
+    )
     x: list[float] = []
     y: list[float] = []
-    label: list[int] = Field(default=[], description="Index of its class, −1 for none.")
-    labels: list[str] = Field(default=[], description="The classes, most frequent ones first.")
+    label: list[int] = Field(default=[], description="Index of each class in labels, −1 for none.")
+    labels: list[str] = Field(default=[], description="The classes, most frequent first.")
 
 
 class ClassCount(BaseModel):
@@ -140,18 +139,16 @@ class GalleryInfo(BaseModel):
     similarity: Literal["cosine", "euclidean"]
     index: str
     columns: list[str] = Field(description="Columns that `where` can filter by.")
-    classes: list[ClassCount] = Field(
-        description=f"The {_MOST_CLASSES} most frequent ones at most."
-    )
+    classes: list[ClassCount] = Field(description=f"Up to {_MAX_CLASSES}, most frequent first.")
     class_count: int
     suggested: list[int] = Field(description="Ids of some images for the start page.")
     backbone: str
     image_size: list[int]
-    metrics: dict[str, Any] | None = Field(description="Of the run that trained the embedder.")
+    metrics: dict[str, Any] | None = Field(description="Of the embedder's training run.")
     limits: dict[str, int] = Field(description="The largest upload, in bytes and in pixels.")
 
 
-ItemId = Annotated[int, PathParameter(ge=0, le=_LARGEST_ID, description="The id of an image.")]
+ItemId = Annotated[int, PathParameter(ge=0, le=_MAX_ID, description="The id of an image.")]
 _NOT_FOUND: dict[int | str, dict[str, Any]] = {
     404: {"model": ErrorResponse, "description": "No such id"}
 }
@@ -163,19 +160,19 @@ _COMMON: dict[int | str, dict[str, Any]] = {
 
 
 class Service:
-    """Gallery, searches and map of the application."""
+    """The gallery, searches and map of the application."""
 
     def __init__(self, path: Path) -> None:
-        self.view = View(path)
+        self.gallery = LiveGallery(path)
         self._pool = ThreadPoolExecutor(cores(), thread_name_prefix="images")
-        self.searcher = Searcher(self.view, self._pool)
+        self.searcher = Searcher(self.gallery, self._pool)
         self.maps = MapMaker()
         self._map: tuple[tuple[str, str], bytes] | None = None
         self.searcher.warm_up()
-        self.maps.get(self.view.about().gallery)
+        self.maps.get(self.gallery.summary().gallery)
 
     def close(self) -> None:
-        """End all threads and processes."""
+        """Stop all threads and processes."""
         self.maps.close()
         self.searcher.close()
         self._pool.shutdown(cancel_futures=True)
@@ -186,30 +183,30 @@ class Service:
 
     def describe(self) -> GalleryInfo:
         """Return the description of the gallery."""
-        about = self.view.about()
-        gallery, embedder = about.gallery, about.gallery.embedder
-        classes = [ClassCount(name=name, images=count) for name, count in about.classes.items()]
+        summary = self.gallery.summary()
+        gallery, embedder = summary.gallery, summary.gallery.embedder
+        classes = [ClassCount(name=name, images=count) for name, count in summary.classes.items()]
         return GalleryInfo(
-            name=self.view.path.resolve().name,
+            name=self.gallery.path.resolve().name,
             version=gallery.version,
             images=len(gallery),
             dim=gallery.dim,
             similarity=gallery.similarity,
             index=gallery.index,
             columns=[name for name in gallery.columns if name != "path"],
-            classes=classes[:_MOST_CLASSES],
+            classes=classes[:_MAX_CLASSES],
             class_count=len(classes),
-            suggested=about.suggested,
+            suggested=summary.suggested,
             backbone=embedder.architecture.backbone,
             image_size=list(embedder.preprocessing.crop),
             metrics=to_json_value(embedder.metrics),
-            limits={"bytes": MOST_BYTES, "pixels": MOST_PIXELS},
+            limits={"bytes": MAX_BYTES, "pixels": MAX_PIXELS},
         )
 
     def map(self) -> tuple[int, bytes]:
         """Return status and content of the map, serialized once per version."""
-        about = self.view.about()
-        gallery = about.gallery
+        summary = self.gallery.summary()
+        gallery = summary.gallery
         current = self.maps.get(gallery)
         if current is None:
             seconds = round(time.monotonic() - self.maps.started, 1)
@@ -217,11 +214,11 @@ class Service:
             return 202, state.model_dump_json().encode()
         key = current.version, gallery.version
         if self._map is None or self._map[0] != key:
-            there = np.isin(current.ids, gallery.ids())  # some may have been removed since
-            ids, points = current.ids[there], current.points[there].astype(float).round(4)
-            number = {name: row for row, name in enumerate(about.classes)}
+            exists = np.isin(current.ids, gallery.ids())  # the map may be of an earlier version
+            ids, points = current.ids[exists], current.points[exists].astype(float).round(4)
+            number = {name: row for row, name in enumerate(summary.classes)}
             labels = gallery.rows(ids, ["label"])["label"]
-            answer = Map(
+            response = Map(
                 state="ready",
                 images=len(gallery),
                 outdated=current.version != gallery.version,
@@ -231,12 +228,12 @@ class Service:
                 label=[number.get(to_json_value(label), -1) for label in labels],
                 labels=list(number),
             )
-            self._map = key, answer.model_dump_json().encode()
+            self._map = key, response.model_dump_json().encode()
         return 200, self._map[1]
 
 
 def make_app(path: Path) -> FastAPI:
-    """Open a gallery and return its application, to be wrapped in a `AccessMiddleware`."""
+    """Open a gallery and return its application; wrap it in an `AccessMiddleware`."""
     service = Service(path)
 
     @asynccontextmanager
@@ -248,7 +245,7 @@ def make_app(path: Path) -> FastAPI:
         title="Proximetry",
         version=__version__,
         description=_DESCRIPTION,
-        docs_url=None,  # its page loads scripts of other sites
+        docs_url=None,  # its page loads scripts from other sites
         redoc_url=None,
         lifespan=lifespan,
         responses=_COMMON,
@@ -291,7 +288,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def disconnected(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=400)  # nobody receives it
+        return Response(status_code=400)  # no client receives it
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
@@ -302,7 +299,7 @@ def _add_search(app: FastAPI, service: Service) -> None:
     @app.post(
         "/search",
         summary="Search for the images nearest to an image",
-        openapi_extra={"requestBody": SearchForm.described()},
+        openapi_extra={"requestBody": SearchForm.request_body()},
         responses={
             **_NOT_FOUND,
             413: {"model": ErrorResponse, "description": "The upload is too large"},
@@ -310,7 +307,7 @@ def _add_search(app: FastAPI, service: Service) -> None:
         },
     )
     async def search(request: Request, response: Response) -> Matches:
-        # Parsing by FastAPI would take as long as all the rest.
+        # FastAPI would take as long to parse the form as the whole search takes.
         form = await request.form(max_files=1, max_fields=200)
         try:
             query, where = _parse_form(form)
@@ -329,8 +326,8 @@ def _add_search(app: FastAPI, service: Service) -> None:
         results = answer.results
         if query.threshold is not None:
             cosine = answer.similarity == "cosine"
-            least = query.threshold - ROUNDING if cosine else -query.threshold
-            results = [one for one in results if one["similarity"] >= least]
+            minimum = query.threshold - ROUNDING if cosine else -query.threshold
+            results = [match for match in results if match["similarity"] >= minimum]
         return Matches.model_validate({**answer._asdict(), "results": results})
 
 
@@ -349,19 +346,19 @@ def _parse_form(form: FormData) -> tuple[SearchForm, Conditions]:
         query = SearchForm.model_validate(values)
     except ValidationError as error:
         raise RequestValidationError(
-            [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+            [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]
         ) from None
     parsed = parse_conditions(query.where)
     if "path" in parsed:
-        raise UsageError("no column 'path' to filter by: paths are private")
+        raise UsageError("no column 'path' to filter by. Paths are private.")
     return query, tuple((name, tuple(values)) for name, values in sorted(parsed.items()))
 
 
 def _add_items(app: FastAPI, service: Service) -> None:
     @app.get("/items/{item}", summary="Metadata of an image", responses=_NOT_FOUND)
     async def get_item(item: ItemId) -> Item:
-        gallery = await service.run(service.view.current)
-        return Item(**await service.run(service.view.item, gallery, item))
+        gallery = await service.run(service.gallery.current)
+        return Item(**await service.run(service.gallery.item, gallery, item))
 
     @app.get(
         "/items/{item}/image",
@@ -371,10 +368,7 @@ def _add_items(app: FastAPI, service: Service) -> None:
             200: {"content": {"image/jpeg": {}, "image/png": {}}},
             304: {"description": "The client has this version"},
             **_NOT_FOUND,
-            410: {
-                "model": ErrorResponse,
-                "description": "The file is missing, or not an image any more",
-            },
+            410: {"model": ErrorResponse, "description": "The file is missing or not an image"},
         },
     )
     async def get_image(
@@ -385,8 +379,8 @@ def _add_items(app: FastAPI, service: Service) -> None:
         ] = 512,
     ) -> Response:
         try:
-            known = request.headers.get("if-none-match")
-            etag, image = await service.run(service.view.image, item, size, known)
+            cached = request.headers.get("if-none-match")
+            etag, image = await service.run(service.gallery.image, item, size, cached)
         except ImageError as error:
             reason = shorten(error.reason, 300)
             raise HTTPException(410, f"image {item} cannot be shown: {reason}") from None
@@ -416,5 +410,5 @@ def _add_gallery(app: FastAPI, service: Service) -> None:
     @app.get("/healthz", summary="Whether searches are answered")
     async def health() -> dict[str, str]:
         if not service.searcher.alive:
-            raise HTTPException(503, "searches are not answered any more")
+            raise HTTPException(503, "the search thread has stopped; restart the server")
         return {"status": "ok"}

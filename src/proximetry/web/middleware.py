@@ -1,4 +1,4 @@
-"""Admission to the HTTP API: authentication, limits, and security headers."""
+"""`AccessMiddleware`: authentication, limits and security headers."""
 
 import asyncio
 import hashlib
@@ -6,22 +6,19 @@ import hmac
 import json
 import re
 from collections.abc import Iterable, Mapping
-from html import escape
-from http import HTTPStatus
 from urllib.parse import parse_qs
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_value, readable_size
 
-MOST_BYTES = 20_000_000  # of a request
-MOST_REQUESTS, MOST_SEARCHES = 256, 128
-"""Maximum number of concurrent and waiting requests; others are answered 503."""
-_ALL_BYTES = 400_000_000
+MAX_BYTES = 20_000_000  # of a request
+MAX_REQUESTS, MAX_SEARCHES, MAX_TOTAL_BYTES = 256, 128, 400_000_000
+"""Limits of all concurrent and waiting requests; others are answered 503."""
 _SECONDS = 30.0  # to send a request
 _TOKEN = re.compile("[A-Za-z0-9._~-]{16,200}")
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -31,7 +28,7 @@ _CSP = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
-        "img-src 'self' blob:",  # the preview of an upload is shown from memory
+        "img-src 'self' blob:",  # the preview of an upload is a blob
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",
@@ -47,14 +44,10 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
-_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
-<meta name="viewport" content="width=device-width"><title>{name}</title>
-<h1>{name}</h1><p>{detail}</p></html>
-"""
 
 
 def check_token(token: str) -> str:
-    """Reject a token that is short, or that does not fit into a URL."""
+    """Raise UsageError for a token that is short or not valid in a URL."""
     if not _TOKEN.fullmatch(token):
         raise UsageError("the token must have 16 to 200 letters, digits and . _ ~ -")
     return token
@@ -67,15 +60,15 @@ def problem(status: int, detail: str, headers: Mapping[str, str] | None = None) 
 
 
 class AccessMiddleware:
-    """Passes allowed requests to an application, and limits their number.
+    """Passes allowed requests to an application, and limits their number and size.
 
-    Without a token it accepts the host names of the loopback only: else any web site could resolve
-    its name to our address and read the gallery in its visitors' browsers (DNS rebinding).
+    Without a token it accepts the host names of the loopback only. Otherwise a web site could
+    resolve its own name to this server and read the gallery in a visitor's browser (DNS rebinding).
 
     Args:
         app: the application.
-        token: required of every request, as a bearer or as the cookie that the page gets.
-        hosts: host names to accept beside those of the loopback.
+        token: required of every request, as a bearer token or as the cookie of the page.
+        hosts: host names to accept besides those of the loopback.
     """
 
     def __init__(self, app: ASGIApp, token: str | None = None, hosts: Iterable[str] = ()) -> None:
@@ -95,26 +88,22 @@ class AccessMiddleware:
             return
         headers = Headers(scope=scope)
 
-        async def guarded(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                sent = MutableHeaders(scope=message)
-                sent.update(_HEADERS)
-                sent.setdefault("Cache-Control", "no-store")
+                response_headers = MutableHeaders(scope=message)
+                response_headers.update(_HEADERS)
+                response_headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
         try:
             self._check(scope, headers)
-            await self._admit(scope, headers, receive, guarded)
+            await self._admit(scope, headers, receive, send_with_headers)
         except HTTPException as error:
-            answer = problem(error.status_code, error.detail, error.headers)
-            if "text/html" in headers.get("accept", ""):
-                name = HTTPStatus(error.status_code).phrase
-                page = _PAGE.format(name=name, detail=escape(error.detail))
-                answer = HTMLResponse(page, error.status_code, error.headers)
-            await answer(scope, receive, guarded)
+            response = problem(error.status_code, error.detail, error.headers)
+            await response(scope, receive, send_with_headers)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """Reject a request that is not allowed, and redirect one that has the token in its URL."""
+        """Reject a request that is not allowed, and redirect one with the token in its URL."""
         host = headers.get("host", "")
         name = re.sub(r":\d*$", "", host).lower()
         if self._token is None and name not in self._hosts:
@@ -129,7 +118,7 @@ class AccessMiddleware:
             self._check_token(scope, headers)
 
     def _check_token(self, scope: Scope, headers: Headers) -> None:
-        if scope["path"] == "/healthz":  # which reveals nothing
+        if scope["path"] == "/healthz":  # reveals nothing about the gallery
             return
         if scope["path"] == "/" and scope["method"] == "GET":
             tokens = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
@@ -150,11 +139,11 @@ class AccessMiddleware:
         )
 
     def _sign_in(self, scheme: str) -> dict[str, str]:
-        """Return headers that set the cookie and lead to the page, away from the token."""
-        # Strict would withhold the cookie from whoever follows a link on another site.
+        """Return headers that set the cookie and redirect to the page without the token."""
+        # With SameSite=Strict, links on other sites would lead to the error page.
         cookie = f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Lax"
         secure = "; Secure" if scheme == "https" else ""
-        return {"Location": "./", "Set-Cookie": cookie + secure}  # relative: a proxy has a path
+        return {"Location": "./", "Set-Cookie": cookie + secure}  # a proxy may have a path
 
     def _is_token(self, value: str) -> bool:
         return self._token is not None and hmac.compare_digest(value.encode(), self._token.encode())
@@ -163,57 +152,56 @@ class AccessMiddleware:
         """Pass a request on, unless it is too large or there are too many."""
         searches, size = scope["path"] == "/search", 0
         if scope["method"] not in ("GET", "HEAD"):
-            declared = headers.get("content-length", "")
-            size = int(declared) if declared.isdigit() else MOST_BYTES
-        if size > MOST_BYTES:
+            length = headers.get("content-length", "")
+            size = int(length) if length.isdigit() else MAX_BYTES
+        if size > MAX_BYTES:
             raise _too_large()
-        full = self._requests >= MOST_REQUESTS or self._bytes + size > _ALL_BYTES
-        if (full or (searches and self._searches >= MOST_SEARCHES)) and scope["path"] != "/healthz":
+        full = self._requests >= MAX_REQUESTS or self._bytes + size > MAX_TOTAL_BYTES
+        if (full or (searches and self._searches >= MAX_SEARCHES)) and scope["path"] != "/healthz":
             raise HTTPException(503, "the server is busy; try again soon", {"Retry-After": "1"})
         self._requests += 1
         self._searches += searches
         self._bytes += size
         try:
-            await self._app(scope, _bounded(receive), send)
+            await self._app(scope, _limit(receive), send)
         finally:
             self._requests -= 1
             self._searches -= searches
             self._bytes -= size
 
 
-def _bounded(receive: Receive) -> Receive:
-    """Limit the size and the time of a request, whatever its headers declare."""
+def _limit(receive: Receive) -> Receive:
+    """Limit the size and the duration of a request, whatever its headers declare."""
     loop = asyncio.get_running_loop()
-    until, count, whole = loop.time() + _SECONDS, 0, False
+    deadline, count, complete = loop.time() + _SECONDS, 0, False
 
     async def limited() -> Message:
-        nonlocal count, whole
-        if whole:
+        nonlocal count, complete
+        if complete:
             return await receive()
         try:
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout_at(deadline):
                 message = await receive()
         except TimeoutError:
             raise HTTPException(
                 408, f"the request did not arrive within {_SECONDS:g} s", {"Connection": "close"}
             ) from None
         count += len(message.get("body", b""))
-        whole = not message.get("more_body", False)
-        if count > MOST_BYTES:
-            raise _too_large(close=True)
+        complete = not message.get("more_body", False)
+        if count > MAX_BYTES:
+            raise _too_large({"Connection": "close"})  # it may be endless
         return message
 
     return limited
 
 
-def _too_large(*, close: bool = False) -> HTTPException:
-    limit = readable_size(MOST_BYTES)
-    closed = {"Connection": "close"} if close else None  # it may be endless
-    return HTTPException(413, f"the image is too large; the limit is {limit}", closed)
+def _too_large(headers: dict[str, str] | None = None) -> HTTPException:
+    limit = readable_size(MAX_BYTES)
+    return HTTPException(413, f"the request is too large; the limit is {limit}", headers)
 
 
 def _same_origin(headers: Headers) -> bool:
-    """Return whether a request comes from a page of this server, or from no page at all.
+    """Return whether a request comes from a page of this server, or not from a page.
 
     Browsers send Sec-Fetch-Site to HTTPS and loopback addresses only, but Origin to all.
     """

@@ -1,7 +1,7 @@
-"""Batched searches of many clients: one pass of the network and of the vectors for all.
+"""`Searcher`: searches of many clients in batches.
 
-A search reads every vector once, whatever the number of queries, so fifty together take hardly
-longer than one. No query waits for others: while one batch is computed, the next one collects.
+A search reads every vector once, whatever the number of queries, so fifty queries take hardly
+longer than one. A batch has all queries that arrived while the previous one was computed.
 """
 
 import asyncio
@@ -21,18 +21,18 @@ from torch import Tensor
 from proximetry._util.errors import UsageError
 from proximetry.models import Embedder
 from proximetry.search import SearchResult
-from proximetry.web.view import View
+from proximetry.web.live_gallery import LiveGallery
 
 log = logging.getLogger("proximetry.web")
 
-MOST_PIXELS = 50_000_000  # of an upload: 150 MB when decoded
+MAX_PIXELS = 50_000_000  # of an upload: 150 MB when decoded
 _BATCH = 64  # queries
 
 Conditions = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 class Answer(NamedTuple):
-    """Results, nearest first, the query if it is in the gallery, and seconds spent."""
+    """Results, nearest first, the query if it is in the gallery, and durations in seconds."""
 
     results: list[dict[str, Any]]
     query: dict[str, Any] | None
@@ -47,8 +47,8 @@ class _Job(NamedTuple):
     """The query of one client: pixels for the network, or an image of the gallery."""
 
     future: Future[Answer]
-    since: float
-    embedder: Embedder | None  # the one that takes the pixels; None without pixels
+    start: float
+    embedder: Embedder | None  # the one that the pixels are prepared for
     pixels: Tensor | None  # uint8 [3, H, W]
     item: Any  # an id
     k: int  # number of results
@@ -58,14 +58,14 @@ class _Job(NamedTuple):
 class Searcher:
     """Answers queries in one thread, and decodes images in a pool."""
 
-    def __init__(self, view: View, pool: Executor) -> None:
-        self._view, self._pool = view, pool
+    def __init__(self, gallery: LiveGallery, pool: Executor) -> None:
+        self._gallery, self._pool = gallery, pool
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="search", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; waiting queries are still answered."""
+        """Stop the thread after the waiting queries."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -75,8 +75,8 @@ class Searcher:
         return self._thread.is_alive()
 
     def warm_up(self) -> None:
-        """Load the embedder and embed once, so that the first client need not wait."""
-        embedder = self._view.current().embedder
+        """Load the embedder and embed once, so that the first query is fast."""
+        embedder = self._gallery.current().embedder
         height, width = embedder.preprocessing.crop
         embedder.embed(
             torch.zeros(1, 3, height, width, dtype=torch.uint8, device=_device(embedder))
@@ -86,9 +86,9 @@ class Searcher:
         """Search for the images nearest to an upload; raises ImageError and HTTPException."""
 
         def decode() -> tuple[Embedder, Tensor]:
-            embedder = self._view.current().embedder
+            embedder = self._gallery.current().embedder
             # The limit is checked before anything is decoded.
-            return embedder, embedder.preprocessing.pixels(read(), max_pixels=MOST_PIXELS)
+            return embedder, embedder.preprocessing.pixels(read(), max_pixels=MAX_PIXELS)
 
         loop = asyncio.get_running_loop()
         embedder, pixels = await loop.run_in_executor(self._pool, decode)
@@ -110,11 +110,11 @@ class Searcher:
             while len(waiting) < _BATCH and not self._jobs.empty():
                 waiting.append(self._jobs.get())
             ending = None in waiting
-            # Without those of clients that have disconnected.
+            # Skip queries of clients that have disconnected.
             jobs = [job for job in waiting if job and job.future.set_running_or_notify_cancel()]
             try:
                 self._answer(jobs)
-            except Exception as error:  # a defect; later queries are answered
+            except Exception as error:  # a bug; later queries are answered
                 log.exception("a search failed")
                 for job in jobs:
                     if not job.future.done():
@@ -122,22 +122,22 @@ class Searcher:
 
     def _answer(self, jobs: list[_Job]) -> None:
         started = time.perf_counter()
-        gallery = self._view.current()
+        gallery = self._gallery.current()
         vectors: dict[int, Tensor] = {}
-        known: dict[int, dict[str, Any]] = {}
+        items: dict[int, dict[str, Any]] = {}
         images: dict[int, Tensor] = {}
         for number, job in enumerate(jobs):
             if job.pixels is None:
                 try:
-                    known[number] = self._view.item(gallery, job.item)
+                    items[number] = self._gallery.item(gallery, job.item)
                     vectors[number] = torch.from_numpy(gallery.vectors([job.item])[0])
                 except HTTPException as error:
                     job.future.set_exception(error)
             elif job.embedder is gallery.embedder:
                 images[number] = job.pixels
             else:
-                changed = "the gallery was rebuilt just now; try again"
-                job.future.set_exception(HTTPException(503, changed, {"Retry-After": "1"}))
+                message = "the gallery was rebuilt; try again"
+                job.future.set_exception(HTTPException(503, message, {"Retry-After": "1"}))
         if images:
             pixels = torch.stack([*images.values()])
             embedded = gallery.embedder.embed(pixels.to(_device(gallery.embedder))).cpu()
@@ -162,10 +162,10 @@ class Searcher:
             for number, matches in zip(members, lists, strict=True):
                 answer = Answer(
                     matches,
-                    known.get(number),
+                    items.get(number),
                     gallery.similarity,
                     len(gallery),
-                    started - jobs[number].since,
+                    started - jobs[number].start,
                     searching - started,
                     done - searching,
                 )
@@ -173,15 +173,15 @@ class Searcher:
 
     def _lists(self, result: SearchResult, jobs: list[_Job]) -> Iterator[list[dict[str, Any]]]:
         """Yield the results of each query, without the query itself."""
-        # Lists, as iterating over arrays takes longer than the search.
+        # As lists, because iterating over arrays takes longer than the search.
         columns = {name: result.column(name).tolist() for name in result.columns}
         rows = zip(jobs, result.ids.tolist(), result.similarities.tolist(), strict=True)
-        for row, (job, ids, near) in enumerate(rows):
-            ranks = [n for n, one in enumerate(ids) if one >= 0 and one != job.item][: job.k]
+        for row, (job, ids, similarities) in enumerate(rows):
+            ranks = [n for n, item in enumerate(ids) if item >= 0 and item != job.item][: job.k]
             ranked = {name: [values[row][n] for n in ranks] for name, values in columns.items()}
-            matches = self._view.records([ids[n] for n in ranks], ranked)
+            matches = self._gallery.records([ids[n] for n in ranks], ranked)
             for position, (rank, match) in enumerate(zip(ranks, matches, strict=True)):
-                match |= {"rank": position + 1, "similarity": round(near[rank], 6)}
+                match |= {"rank": position + 1, "similarity": round(similarities[rank], 6)}
             yield matches
 
 

@@ -1,4 +1,4 @@
-"""The server: addresses, ports, printed URLs, and limits per connection."""
+"""The server: address, port, printed URL, and limits per connection."""
 
 import asyncio
 import errno
@@ -23,11 +23,11 @@ from proximetry._util.imports import import_optional
 from proximetry.search.manifest import is_milvus, read_manifest
 from proximetry.web.middleware import AccessMiddleware, check_token
 
-TOKEN = "PROXIMETRY_TOKEN"  # the variable for the token; `ps` does not show it to others
+TOKEN = "PROXIMETRY_TOKEN"  # environment variable; `ps` shows options to other users
 SECONDS = 30.0  # to send the headers of a request, and to read a response
-HEAD_BYTES, HEADERS, PIPELINED = 64_000, 100, 8
-"""Limits per connection: bytes without bodies, headers of a request, waiting requests."""
-_CONNECTIONS = 1000  # most are idle; beyond this number uvicorn answers 503
+MAX_HEAD_BYTES, MAX_PIPELINED = 64_000, 8
+"""Limits per connection: bytes besides bodies, and waiting requests."""
+_MAX_CONNECTIONS = 1000  # uvicorn answers more with 503
 _SWITCH_INTERVAL = 0.0005
 _SHUTDOWN_SECONDS = 5  # for requests that are being answered
 
@@ -39,18 +39,18 @@ def serve(
     token: str | None = None,
     report: Callable[[str], None] = print,
 ) -> None:
-    """Serve the search page of a gallery until it is interrupted.
+    """Serve the search page of a gallery until Ctrl-C.
 
     Args:
         gallery: its folder.
-        host: a name or address of this machine. All but the loopback need a token.
+        host: a name or address of this machine. All but the loopback require a token.
         port: 0 chooses a free one.
         token: access token; default: $PROXIMETRY_TOKEN.
         report: called with messages.
     """
     if is_milvus(gallery):
         raise UsageError(
-            f"{gallery} is on Milvus; the page supports galleries in folders. Use proximetry "
+            f"{gallery} is on Milvus, and the page supports galleries in folders. Use proximetry "
             f"search IMAGE --gallery {gallery} --model RUN."
         )
     read_manifest(Path(gallery))  # reports a wrong name before torch is imported
@@ -71,7 +71,7 @@ def serve(
     ip = ipaddress.ip_address(str(address[0]).partition("%")[0])
     if not ip.is_loopback and token is None:
         raise UsageError(
-            f"{host} is reachable from other machines and needs a token. Pass --token, or set "
+            f"{host} is reachable from other machines and requires a token. Pass --token, or set "
             f"{TOKEN}, for example to {secrets.token_urlsafe(24)}"
         )
     with _listen(family, address, host) as listening:
@@ -84,10 +84,10 @@ def serve(
             url += f"?token={token}"
         elif token:
             url += "?token=TOKEN"
-            note = "TOKEN is the access token, which is printed to terminals only.\n"
-        images = pluralize(len(app.state.service.view.current()), "image")
+            note = "The token is printed to terminals only.\n"
+        images = pluralize(len(app.state.service.gallery.current()), "image")
         report(f"{gallery}: {images}. The page is at\n\n  {url}\n\n{note}Ctrl-C stops it.")
-        # open_image has limits; clients must not fill the log.
+        # open_image limits sizes, and clients must not fill the log.
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
         config = uvicorn.Config(
@@ -97,10 +97,10 @@ def serve(
             server_header=False,
             ws="none",
             http=LimitedProtocol,
-            limit_concurrency=_CONNECTIONS,
+            limit_concurrency=_MAX_CONNECTIONS,
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         )
-        # Threads that answer do not wait for those that compute.
+        # The event loop does not wait for threads that compute.
         sys.setswitchinterval(_SWITCH_INTERVAL)
         with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listening])
@@ -113,7 +113,7 @@ def _listen(family: socket.AddressFamily, address: Any, host: str) -> socket.soc
     except OSError as error:
         hints = {
             errno.EADDRINUSE: f"port {address[1]} of {host} is in use. Choose another --port.",
-            errno.EACCES: f"no permission for port {address[1]}. Choose one from 1024 up.",
+            errno.EACCES: f"no permission for port {address[1]}. Choose one of at least 1024.",
         }
         other = f"cannot listen on {host}: {error.strerror}. Choose another --host."
         raise UsageError(hints.get(error.errno or 0, other)) from error
@@ -122,7 +122,7 @@ def _listen(family: socket.AddressFamily, address: Any, host: str) -> socket.soc
 class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits on bytes and time, before a request reaches the application.
 
-    A connection may send HEAD_BYTES of URLs, headers, chunk sizes and trailers before a response
+    A connection may send MAX_HEAD_BYTES of URLs, headers, chunk sizes and trailers until a response
     is complete. Bodies do not count: `AccessMiddleware` limits them, and uvicorn reads them no
     faster than the application does.
     """
@@ -137,23 +137,17 @@ class LimitedProtocol(HttpToolsProtocol):
         """Parse data; disconnect a client that sends too much."""
         self._unanswered += len(data)
         super().data_received(data)
-        if self._unanswered > HEAD_BYTES:
+        if self._unanswered > MAX_HEAD_BYTES:
             self.transport.abort()
 
     def on_message_begin(self) -> None:
-        """Start a request, unless too many wait for their response."""
-        if len(self.pipeline) >= PIPELINED:
+        """Start a request, unless too many are waiting for their response."""
+        if len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("too many pipelined requests")  # which uvicorn answers with 400
         super().on_message_begin()
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Add a header or a trailer, unless there are too many."""
-        if len(self.headers) >= HEADERS:
-            raise ValueError("too many headers")
-        super().on_header(name, value)
-
     def on_body(self, body: bytes) -> None:
-        """Add a part of a body; one of a pipelined request still counts."""
+        """Add a part of a body; those of pipelined requests count."""
         if not self.pipeline:
             self._unanswered -= len(body)
         super().on_body(body)
@@ -172,7 +166,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _time_out(self) -> None:
-        """Disconnect a client that sends no request, or that does not read the response."""
+        """Disconnect a client that sends no request or does not read the response."""
         working = self.cycle is not None and not self.cycle.response_complete
         if self.transport.get_write_buffer_size() or not working:
             self.transport.abort()

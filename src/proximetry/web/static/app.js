@@ -7,9 +7,9 @@ const $ = (id) => document.getElementById(id);
 const VIEWS = ["search", "map", "about"];
 
 let gallery = null;
-let shown = null; // {query, results, similarity, milliseconds}: the results in the grid
-let running = null; // the current search
-const uploads = []; // images of this visit, by their number in the URL
+let current = null; // {query, results, similarity, milliseconds} of the grid
+let controller = null; // aborts the current search
+const uploads = []; // by their number in the URL
 
 /** Create an element; set properties, append children. */
 export function make(tag, properties = {}, ...children) {
@@ -22,8 +22,8 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
-const spaced = (number) => String(number).replace(/\B(?=(\d{3})+(?!\d))/g, "\u202f");
-const counted = (number, one, many) => `${spaced(number)} ${number === 1 ? one : many}`;
+const formatCount = (number) => String(number).replace(/\B(?=(\d{3})+(?!\d))/g, "\u202f");
+const pluralize = (number, one, many) => `${formatCount(number)} ${number === 1 ? one : many}`;
 
 /** Send a request; throw the error message of the server. Retry while it is busy. */
 export async function request(path, options = {}, tries = 4) {
@@ -40,11 +40,11 @@ export async function request(path, options = {}, tries = 4) {
     return request(path, options, tries - 1);
   }
   const content = await response.json().catch(() => null);
-  if (!response.ok) throw new Error(sentence(content?.detail ?? `The server answered ${response.status}`));
+  if (!response.ok) throw new Error(asSentence(content?.detail ?? `The server answered ${response.status}`));
   return content;
 }
 
-function sentence(text) {
+function asSentence(text) {
   return text[0].toUpperCase() + text.slice(1) + (/[.?!]$/.test(text) ? "" : ".");
 }
 
@@ -57,7 +57,7 @@ export function announce(text) {
 const cosine = () => gallery.similarity === "cosine";
 const score = (similarity) => Math.abs(similarity) < 0.0005 ? "0.000" : (cosine() ? similarity : -similarity).toFixed(3);
 
-/** A thumbnail, or a note if the file is not readable. */
+/** Create a thumbnail, or a note if the file is not readable. */
 export function thumbnail(id, size) {
   const image = make("img", { alt: "", loading: "lazy", decoding: "async", src: `items/${id}/image?size=${size}` });
   image.addEventListener("error", () => image.replaceWith(make("span", {}, "not readable")));
@@ -67,13 +67,13 @@ export function thumbnail(id, size) {
 
 function card(match, query) {
   const label = match.label === null ? "" : String(match.label);
-  const same = query && query.label !== null && query.label === match.label;
+  const sameClass = query && query.label !== null && query.label === match.label;
   const measure = cosine() ? "similarity" : "distance";
   const button = make("button", {
     type: "button",
-    className: same ? "card same" : "card",
+    className: sameClass ? "card same" : "card",
     title: match.file,
-    "aria-label": `Rank ${match.rank}${label && `, ${label}`}${same ? ", the same class" : ""}, ${measure} ${score(match.similarity)}: search with this image`,
+    "aria-label": `Rank ${match.rank}${label && `, ${label}`}${sameClass ? ", the same class" : ""}, ${measure} ${score(match.similarity)}: search with this image`,
   });
   const words = make("span", { className: "words" });
   words.append(
@@ -94,8 +94,8 @@ function card(match, query) {
   return entry;
 }
 
-function showFound() {
-  const { results, query } = shown;
+function showResults() {
+  const { results, query } = current;
   $("grid").replaceChildren(...results.map((match) => card(match, query)));
   if (!cosine()) {
     const farthest = Math.max(0, ...results.map((match) => -match.similarity));
@@ -110,22 +110,22 @@ function applyThreshold() {
   const all = cosine() ? slider.value === slider.min : Number(slider.value) >= Number(slider.max);
   $("threshold-value").textContent = all ? "all" : Number(slider.value).toFixed(2);
   slider.setAttribute("aria-valuetext", all ? "all images" : $("threshold-value").textContent);
-  if (!shown) return;
-  let left = 0;
+  if (!current) return;
+  let visible = 0;
   for (const entry of $("grid").querySelectorAll("li[data-similarity]")) {
     const similarity = Number(entry.dataset.similarity);
     entry.hidden = !all && (cosine() ? similarity < Number(slider.value) : -similarity > Number(slider.value));
-    left += !entry.hidden;
+    visible += !entry.hidden;
   }
   $("grid").querySelector(".empty")?.remove();
-  const total = shown.results.length;
-  if (!left) {
+  const total = current.results.length;
+  if (!visible) {
     const reason = total ? "No results above the threshold. Move the slider to see more." : "No results.";
     $("grid").append(make("li", { className: "empty" }, reason));
   }
-  const summary = left === total ? counted(total, "image", "images") : `${spaced(left)} of ${counted(total, "image", "images")}`;
-  $("results-about").textContent = `${summary} \u00b7 ${Math.round(shown.milliseconds)} ms`;
-  announce(`${summary}${left ? `, the nearest ${cosine() ? "with similarity" : "at distance"} ${score(shown.results[0].similarity)}` : ""}.`);
+  const summary = visible === total ? pluralize(total, "image", "images") : `${formatCount(visible)} of ${pluralize(total, "image", "images")}`;
+  $("results-about").textContent = `${summary} \u00b7 ${Math.round(current.milliseconds)} ms`;
+  announce(`${summary}${visible ? `, the nearest ${cosine() ? "with similarity" : "at distance"} ${score(current.results[0].similarity)}` : ""}.`);
 }
 
 function showWaiting() {
@@ -136,7 +136,7 @@ function showWaiting() {
   $("results-about").textContent = "searching \u2026";
 }
 
-function showProblem(text) {
+function showError(text) {
   $("problem").textContent = text;
   $("problem").hidden = !text;
 }
@@ -152,11 +152,11 @@ function showQuery(source, caption, more) {
   $("query-caption").replaceChildren(caption, ...(more ? [make("span", {}, more)] : []));
 }
 
-function showBeginning() {
-  running?.abort();
-  shown = null;
+function showStart() {
+  controller?.abort();
+  current = null;
   map.mark([]);
-  showProblem("");
+  showError("");
   $("preview").hidden = true;
   $("preview").removeAttribute("src");
   $("invite").hidden = false;
@@ -173,32 +173,32 @@ function showBeginning() {
 }
 
 async function search(fields) {
-  running?.abort();
-  running = new AbortController();
-  const { signal } = running;
+  controller?.abort();
+  controller = new AbortController();
+  const { signal } = controller;
   const form = new FormData();
   form.set("k", $("count").value);
   const label = $("class").value.trim();
   if (label) form.set("where", `label=${label}`);
   for (const [name, value] of Object.entries(fields)) form.set(name, value);
-  showProblem("");
+  showError("");
   showWaiting();
   const started = performance.now();
   try {
     const content = await request("search", { method: "POST", body: form, signal });
-    shown = { ...content, milliseconds: performance.now() - started };
+    current = { ...content, milliseconds: performance.now() - started };
     if (content.query) {
       const label = content.query.label === null ? `Image ${content.query.id}` : String(content.query.label);
       showQuery(`items/${content.query.id}/image?size=512`, label, content.query.file);
     }
     map.mark(content.results.map((match) => match.id));
-    showFound();
+    showResults();
   } catch (error) {
     if (error.name === "AbortError") return;
-    shown = null;
+    current = null;
     $("grid").replaceChildren();
     $("results-about").textContent = "";
-    showProblem(error.message);
+    showError(error.message);
   } finally {
     if (!signal.aborted) $("grid").removeAttribute("aria-busy");
   }
@@ -210,18 +210,18 @@ function searchUpload(number) {
   search({ image: file });
 }
 
-function take(file) {
-  showProblem("");
+function searchFile(file) {
+  showError("");
   if (!file.type.startsWith("image/")) {
-    showProblem(`${file.name || "The dropped file"} is not an image.`);
+    showError(`${file.name || "The dropped file"} is not an image.`);
   } else if (file.size > gallery.limits.bytes) {
-    showProblem(`${file.name || "The image"} is too large: the limit is ${Math.round(gallery.limits.bytes / 1e6)} MB.`);
+    showError(`${file.name || "The image"} is too large: the limit is ${Math.round(gallery.limits.bytes / 1e6)} MB.`);
   } else {
     uploads.push({ file, source: URL.createObjectURL(file) });
     location.hash = `upload/${uploads.length - 1}`;
     return;
   }
-  if (!VIEWS.some((view) => !$(`view-${view}`).hidden && view === "search")) location.hash = "search";
+  if ($("view-search").hidden) location.hash = "search";
 }
 
 // Views
@@ -240,25 +240,25 @@ function route() {
   else if (view === "search") {
     if (name === "item" && /^\d+$/.test(value)) search({ id: value });
     else if (name === "upload" && uploads[value]) searchUpload(Number(value));
-    else showBeginning();
+    else showStart();
     window.scrollTo(0, 0);
   }
 }
 
 /** Repeat the search with the current options. */
-function again() {
+function repeatSearch() {
   if (/^#(item|upload)\//.test(location.hash)) route();
 }
 
 function showGallery() {
   const classes = gallery.class_count;
-  $("gallery-name").textContent = `${gallery.name} \u00b7 ${counted(gallery.images, "image", "images")}`;
+  $("gallery-name").textContent = `${gallery.name} \u00b7 ${pluralize(gallery.images, "image", "images")}`;
   const facts = {
-    Images: spaced(gallery.images),
-    Classes: spaced(classes),
+    Images: formatCount(gallery.images),
+    Classes: formatCount(classes),
     Embedder: gallery.backbone,
     "Image size": gallery.image_size.join(" \u00d7 "),
-    Dimensions: spaced(gallery.dim),
+    Dimensions: formatCount(gallery.dim),
     Metric: cosine() ? "cosine" : "Euclidean distance",
     Index: gallery.index,
   };
@@ -270,23 +270,23 @@ function showGallery() {
 }
 
 const isGroup = (value) => value !== null && typeof value === "object";
-const figure = (value) => (value === undefined || value === null ? "\u2014" : typeof value === "number" && !Number.isInteger(value) ? value.toFixed(4) : String(value));
+const formatMetric = (value) => (value === undefined || value === null ? "\u2014" : typeof value === "number" && !Number.isInteger(value) ? value.toFixed(4) : String(value));
 
-/** The values of an object and those inside it, by their names. */
-function flat(values, prefix = "") {
-  return Object.entries(values).flatMap(([name, value]) => (isGroup(value) ? flat(value, `${prefix}${name} \u203a `) : [[prefix + name, value]]));
+/** Return [name, value] pairs of an object and of the objects in it. */
+function flatten(values, prefix = "") {
+  return Object.entries(values).flatMap(([name, value]) => (isGroup(value) ? flatten(value, `${prefix}${name} \u203a `) : [[prefix + name, value]]));
 }
 
-/** One column for each set of images that was evaluated, one row for each metric. */
+/** Create a table with a column per evaluated set of images and a row per metric. */
 function metricsTable(metrics) {
   if (!metrics) return make("p", { className: "hint" }, "None: the embedder was not saved by a training run.");
-  const sets = Object.entries(metrics).filter(([, value]) => isGroup(value)).map(([name, value]) => [name, new Map(flat(value))]);
-  const plain = Object.entries(metrics).filter(([, value]) => !isGroup(value));
-  if (!sets.length) sets.push(["value", new Map(plain.splice(0))]);
+  const sets = Object.entries(metrics).filter(([, value]) => isGroup(value)).map(([name, value]) => [name, new Map(flatten(value))]);
+  const scalars = Object.entries(metrics).filter(([, value]) => !isGroup(value));
+  if (!sets.length) sets.push(["value", new Map(scalars.splice(0))]);
   const names = [...new Set(sets.flatMap(([, values]) => [...values.keys()]))];
   const head = make("tr", {}, make("td", {}), ...sets.map(([name]) => make("th", { scope: "col" }, name.replaceAll("_", " "))));
-  const rows = names.map((name) => make("tr", {}, make("th", { scope: "row" }, name.replaceAll("_", " ")), ...sets.map(([, values]) => make("td", {}, figure(values.get(name))))));
-  const caption = plain.map(([name, value]) => `${name.replaceAll("_", " ")} ${figure(value).replaceAll("_", " ")}`).join(" \u00b7 ");
+  const rows = names.map((name) => make("tr", {}, make("th", { scope: "row" }, name.replaceAll("_", " ")), ...sets.map(([, values]) => make("td", {}, formatMetric(values.get(name))))));
+  const caption = scalars.map(([name, value]) => `${name.replaceAll("_", " ")} ${formatMetric(value).replaceAll("_", " ")}`).join(" \u00b7 ");
   const table = make("table", {}, make("caption", {}, caption), make("thead", {}, head), make("tbody", {}, ...rows));
   const region = make("div", { className: "scroll", tabIndex: 0, "aria-label": "Metrics" }, table);
   region.setAttribute("role", "region");
@@ -311,7 +311,7 @@ $("theme").addEventListener("click", () => {
   try {
     localStorage.setItem("proximetry-theme", next);
   } catch {
-    // Only for this visit.
+    // Without storage, the theme lasts until the page is closed.
   }
   showTheme();
 });
@@ -319,39 +319,39 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showTheme)
 
 // Dropping, pasting, choosing
 
-let inside = 0;
-const carries = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
+let dragDepth = 0;
+const hasFiles = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
 addEventListener("dragenter", (event) => {
-  if (!carries(event)) return;
-  inside += 1;
+  if (!hasFiles(event)) return;
+  dragDepth += 1;
   $("overlay").hidden = false;
 });
 addEventListener("dragleave", (event) => {
-  if (!carries(event)) return;
-  inside = Math.max(0, inside - 1);
-  $("overlay").hidden = inside > 0 ? $("overlay").hidden : true;
+  if (!hasFiles(event)) return;
+  dragDepth = Math.max(0, dragDepth - 1);
+  $("overlay").hidden = dragDepth > 0 ? $("overlay").hidden : true;
 });
-addEventListener("dragover", (event) => { if (carries(event)) event.preventDefault(); });
+addEventListener("dragover", (event) => { if (hasFiles(event)) event.preventDefault(); });
 addEventListener("drop", (event) => {
-  inside = 0;
+  dragDepth = 0;
   $("overlay").hidden = true;
   const file = event.dataTransfer?.files[0];
   if (!file) return;
   event.preventDefault();
-  take(file);
+  searchFile(file);
 });
 addEventListener("paste", (event) => {
   const file = [...(event.clipboardData?.files ?? [])].find((one) => one.type.startsWith("image/"));
   if (file) {
     event.preventDefault();
-    take(file);
+    searchFile(file);
   } else if (!["INPUT", "TEXTAREA"].includes(document.activeElement?.tagName)) {
-    showProblem("There is no image in the clipboard.");
+    showError("There is no image in the clipboard.");
   }
 });
 $("file").addEventListener("change", () => {
   const file = $("file").files[0];
-  if (file) take(file);
+  if (file) searchFile(file);
   $("file").value = "";
 });
 
@@ -359,17 +359,17 @@ $("file").addEventListener("change", () => {
 $("grid").addEventListener("keydown", (event) => {
   const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 0, ArrowUp: 0 }[event.key];
   const cards = [...$("grid").querySelectorAll("li:not([hidden]) .card")];
-  const here = cards.indexOf(document.activeElement);
-  if (step === undefined || here < 0) return;
+  const index = cards.indexOf(document.activeElement);
+  if (step === undefined || index < 0) return;
   event.preventDefault();
   const columns = cards.filter((one) => one.offsetTop === cards[0].offsetTop).length;
-  const far = event.key === "ArrowDown" ? columns : event.key === "ArrowUp" ? -columns : step;
-  cards[here + far]?.focus();
+  const offset = event.key === "ArrowDown" ? columns : event.key === "ArrowUp" ? -columns : step;
+  cards[index + offset]?.focus();
 });
 
 $("threshold").addEventListener("input", applyThreshold);
-$("count").addEventListener("change", again);
-$("class").addEventListener("change", again);
+$("count").addEventListener("change", repeatSearch);
+$("class").addEventListener("change", repeatSearch);
 $("skip").addEventListener("click", (event) => {
   event.preventDefault();
   $("main").focus();
@@ -383,5 +383,5 @@ try {
   showTheme();
   route();
 } catch (error) {
-  showProblem(error.message);
+  showError(error.message);
 }

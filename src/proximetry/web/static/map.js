@@ -3,9 +3,9 @@
 import { announce, make, request, thumbnail } from "./app.js";
 
 const $ = (id) => document.getElementById(id);
-const MOST_LISTED = 240;
-const LEGEND = 14;
-const CLOSE = 14; // pixels within which a point counts as pointed at
+const MAX_LISTED = 240;
+const MAX_LEGEND = 14;
+const HOVER_RADIUS = 14; // pixels from the pointer to a point
 
 export class MapView {
   constructor({ isDark }) {
@@ -20,7 +20,7 @@ export class MapView {
     this.listen();
   }
 
-  /** Show the map; load it the first time, and again when it has changed. */
+  /** Show the map; load it the first time, and when it has changed. */
   async show() {
     this.resize();
     if (this.loading) return;
@@ -30,36 +30,36 @@ export class MapView {
         const data = await request("map");
         if (data.state === "ready") {
           const first = this.data === null;
-          this.take(data);
+          this.setData(data);
           if (first) this.fit();
           if (!data.outdated || $("view-map").hidden) break;
         } else {
-          this.wait(`Computing the map (${Math.round(data.seconds)} s). ${data.images > 5000 ? "This takes minutes. " : ""}You can search meanwhile.`);
+          this.showState(`Computing the map (${Math.round(data.seconds)} s). ${data.images > 5000 ? "This takes minutes. " : ""}You can search meanwhile.`);
           if ($("view-map").hidden) break;
         }
         await new Promise((resolve) => setTimeout(resolve, data.outdated ? 5000 : 1000));
       }
     } catch (error) {
-      if (!this.data) this.wait(error.message, false);
+      if (!this.data) this.showState(error.message, false);
     } finally {
       this.loading = false;
     }
   }
 
-  wait(text, busy = true) {
+  showState(text, busy = true) {
     $("map-waiting").hidden = false;
     $("map-waiting").querySelector(".spinner").hidden = !busy;
     $("map-state").textContent = text;
   }
 
-  take(data) {
+  setData(data) {
     $("map-waiting").hidden = true;
     this.data = data;
     const { ids, images, labels } = data;
     const sample = ids.length < images ? `a sample of ${ids.length} of ${images} images` : `${images} images`;
-    this.sample = sample + (data.outdated ? ", being computed anew" : "");
+    this.sample = sample + (data.outdated ? ", an update is being computed" : "");
     this.canvas.setAttribute("aria-label", `Map of the gallery: ${sample}${labels.length ? ` in ${labels.length} classes` : ""}`);
-    if (!ids.length) this.wait("No images yet.", false);
+    if (!ids.length) this.showState("No images yet.", false);
     this.colors = labels.map((_, number) => this.color(number));
     this.showLegend();
     this.announce();
@@ -80,14 +80,14 @@ export class MapView {
 
   showLegend() {
     const { labels } = this.data;
-    const entries = labels.slice(0, LEGEND).map((name, number) => {
+    const entries = labels.slice(0, MAX_LEGEND).map((name, number) => {
       const dot = make("i");
       dot.style.background = this.colors[number];
       const button = make("button", { type: "button", title: name, "aria-pressed": String(number === this.highlighted) }, dot, make("span", {}, name));
       button.addEventListener("click", () => this.highlight(number === this.highlighted ? -1 : number));
       return make("li", {}, button);
     });
-    if (labels.length > LEGEND) entries.push(make("li", { className: "more" }, `and ${labels.length - LEGEND} more classes`));
+    if (labels.length > MAX_LEGEND) entries.push(make("li", { className: "more" }, `and ${labels.length - MAX_LEGEND} more classes`));
     $("legend").replaceChildren(...entries);
   }
 
@@ -95,7 +95,7 @@ export class MapView {
     this.highlighted = number;
     const name = number < 0 ? "" : this.data.labels[number];
     if (document.activeElement !== $("highlight")) $("highlight").value = name;
-    for (const [place, button] of [...$("legend").querySelectorAll("button")].entries()) button.setAttribute("aria-pressed", String(place === number));
+    for (const [index, button] of [...$("legend").querySelectorAll("button")].entries()) button.setAttribute("aria-pressed", String(index === number));
     this.redraw();
   }
 
@@ -128,7 +128,7 @@ export class MapView {
     this.redraw();
   }
 
-  place(number) {
+  position(number) {
     return [this.left + this.data.x[number] * this.scale, this.top + (1 - this.data.y[number]) * this.scale];
   }
 
@@ -155,7 +155,7 @@ export class MapView {
     const zoom = this.scale / Math.min(this.width, this.height);
     const radius = Math.max(1.6, Math.min(7, (ids.length > 5000 ? 1.7 : ids.length > 800 ? 2.6 : 4) * Math.sqrt(zoom)));
     const rings = [];
-    const front = [];
+    const highlighted = [];
     const point = (number, x, y) => {
       context.fillStyle = label[number] < 0 ? this.color(-1) : this.colors[label[number]];
       context.beginPath();
@@ -164,14 +164,14 @@ export class MapView {
     };
     context.globalAlpha = this.highlighted < 0 ? 0.85 : 0.12;
     for (let number = 0; number < ids.length; number += 1) {
-      const [x, y] = this.place(number);
+      const [x, y] = this.position(number);
       if (x < -9 || y < -9 || x > this.width + 9 || y > this.height + 9) continue;
       if (this.marked.has(ids[number])) rings.push([x, y]);
-      if (label[number] === this.highlighted && this.highlighted >= 0) front.push([number, x, y]);
+      if (label[number] === this.highlighted && this.highlighted >= 0) highlighted.push([number, x, y]);
       else point(number, x, y);
     }
     context.globalAlpha = 1;
-    for (const [number, x, y] of front) point(number, x, y);
+    for (const [number, x, y] of highlighted) point(number, x, y);
     context.strokeStyle = this.isDark() ? "#ffffffa0" : "#111111a0";
     context.lineWidth = 1.2;
     for (const [x, y] of rings) {
@@ -185,9 +185,9 @@ export class MapView {
 
   zoom(factor, x = this.width / 2, y = this.height / 2) {
     $("box").hidden = true;
-    const most = 400 * Math.min(this.width, this.height);
-    const least = 0.3 * Math.min(this.width, this.height);
-    const scale = Math.max(least, Math.min(most, this.scale * factor));
+    const maxScale = 400 * Math.min(this.width, this.height);
+    const minScale = 0.3 * Math.min(this.width, this.height);
+    const scale = Math.max(minScale, Math.min(maxScale, this.scale * factor));
     this.left = x - ((x - this.left) * scale) / this.scale;
     this.top = y - ((y - this.top) * scale) / this.scale;
     this.scale = scale;
@@ -209,12 +209,12 @@ export class MapView {
 
   nearest(x, y) {
     let best = -1;
-    let least = CLOSE * CLOSE;
+    let nearest = HOVER_RADIUS * HOVER_RADIUS;
     for (let number = 0; number < (this.data?.ids.length ?? 0); number += 1) {
       if (this.highlighted >= 0 && this.data.label[number] !== this.highlighted) continue;
-      const [px, py] = this.place(number);
-      const far = (px - x) ** 2 + (py - y) ** 2;
-      if (far < least) [best, least] = [number, far];
+      const [px, py] = this.position(number);
+      const distance = (px - x) ** 2 + (py - y) ** 2;
+      if (distance < nearest) [best, nearest] = [number, distance];
     }
     return best;
   }
@@ -229,7 +229,7 @@ export class MapView {
     const { ids, label, labels } = this.data;
     $("tip-image").src = `items/${ids[number]}/image?size=320`;
     $("tip-text").textContent = label[number] < 0 ? `Image ${ids[number]}` : labels[label[number]];
-    const [x, y] = this.place(number);
+    const [x, y] = this.position(number);
     tip.style.left = `${x + 18 + 148 > this.width ? x - 18 - 148 : x + 18}px`;
     tip.style.top = `${Math.max(8, Math.min(this.height - 196, y - 90))}px`;
   }
@@ -239,7 +239,7 @@ export class MapView {
   within(left, top, right, bottom) {
     const inside = [];
     for (let number = 0; number < (this.data?.ids.length ?? 0); number += 1) {
-      const [x, y] = this.place(number);
+      const [x, y] = this.position(number);
       if (x >= left && x <= right && y >= top && y <= bottom) inside.push(number);
     }
     return inside;
@@ -250,8 +250,8 @@ export class MapView {
     const total = numbers.length;
     const summary = `${total} ${total === 1 ? "image" : "images"} selected`;
     $("selection-heading").hidden = false;
-    $("selection-title").textContent = total > MOST_LISTED ? `${summary}, the first ${MOST_LISTED} are shown` : summary;
-    $("selection").replaceChildren(...numbers.slice(0, MOST_LISTED).map((number) => {
+    $("selection-title").textContent = total > MAX_LISTED ? `${summary}, the first ${MAX_LISTED} are shown` : summary;
+    $("selection").replaceChildren(...numbers.slice(0, MAX_LISTED).map((number) => {
       const name = label[number] < 0 ? `Image ${ids[number]}` : labels[label[number]];
       const button = make("button", { type: "button", className: "card", "aria-label": `${name}: search with this image` },
         thumbnail(ids[number], 160),

@@ -1,7 +1,7 @@
-// Before the first paint, so that a chosen theme does not flash.
+// Set the saved theme before the first paint.
 try {
-  const chosen = localStorage.getItem("proximetry-theme");
-  if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
+  const theme = localStorage.getItem("proximetry-theme");
+  if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
 } catch {
-  // Storage may be forbidden; then the system's theme is taken.
+  // Without storage, the theme is that of the system.
 }

@@ -1,4 +1,4 @@
-"""Segments: rows that were written together, in files of their own."""
+"""`Segment`: rows that were written together; writing and checking the files of a gallery."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from proximetry._util.files import name_write_errors, sync_folder
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.metrics._search.similarities import normalize
-from proximetry.search import indexes, rows
+from proximetry.search import indexes, metadata
 from proximetry.search.exact import FloatArray, Part, Store
 from proximetry.search.manifest import (
     FILES,
@@ -31,20 +31,17 @@ from proximetry.search.manifest import (
     read_digest,
 )
 
-_SAMPLE = 256  # rows that recall is measured with
-_LONGEST = 1e15  # entries of vectors whose squares would overflow float32
-
-
-def no_progress(done: int, total: int) -> None:
-    """Ignore progress."""
+BLOCK = 65_536  # vectors written at a time
+_RECALL_QUERIES = 256
+_MAX_ENTRY = 1e15  # the squares of larger entries of vectors would overflow float32
 
 
 def prepare_vectors(vectors: FloatArray, manifest: Manifest) -> FloatArray:
     """Return vectors as they are stored and searched for: unit length for cosines."""
     if manifest.similarity == "cosine":
         return normalize(torch.from_numpy(np.ascontiguousarray(vectors))).numpy()
-    if len(vectors) and np.abs(vectors).max() > _LONGEST:
-        raise ValueError(f"vectors have entries above {_LONGEST:g}: their squares overflow float32")
+    if len(vectors) and np.abs(vectors).max() > _MAX_ENTRY:
+        raise ValueError(f"vectors have entries above {_MAX_ENTRY:g}. Scale them down.")
     return vectors
 
 
@@ -59,40 +56,35 @@ def write_segment(
 ) -> SegmentInfo:
     """Write rows with their prepared vectors, and an index unless `index` is ""."""
     name, count = uuid4().hex, len(ids)
-    home = folder / SEGMENTS / name
-    paths = {kind: home / file for kind, file in FILES.items()}
-    with name_write_errors(home):
-        home.mkdir(parents=True)
+    parent = folder / SEGMENTS / name
+    paths = {kind: parent / file for kind, file in FILES.items()}
+    with name_write_errors(parent):
+        parent.mkdir(parents=True)
         with paths["vectors"].open("wb") as stream:
             header = {"descr": "<f4", "fortran_order": False, "shape": (count, manifest.dim)}
             np.lib.format.write_array_header_1_0(stream, header)
             for block in blocks:
                 stream.write(np.ascontiguousarray(block, np.float32).data)
         vectors = open_array(paths["vectors"], (count, manifest.dim), np.float32)
-        parts = (vectors[part].astype(np.float64) for part in chunks(count, 4096))
-        squares = np.concatenate([np.square(part).sum(1) for part in parts])
-        longest = float(np.sqrt(squares.max()))
+        blocks_64 = (vectors[part].astype(np.float64) for part in chunks(count, 4096))
+        squares_64 = np.concatenate([np.square(block).sum(1) for block in blocks_64])
+        longest = float(np.sqrt(squares_64.max()))
         _save(paths["ids"], ids)
         with paths["rows"].open("wb") as stream:
-            rows.write(table, stream)
-        lengths = squares.astype(np.float32) if manifest.similarity == "euclidean" else None
-        if lengths is not None:
-            _save(paths["squares"], lengths)
+            metadata.write(table, stream)
+        squares = squares_64.astype(np.float32) if manifest.similarity == "euclidean" else None
+        if squares is not None:
+            _save(paths["squares"], squares)
         effort, recall = 1, None
         if index:
             indexes.build(index, vectors, manifest.similarity, paths["index"], progress)
-            store = Store([vectors], np.array([0, count]), manifest.similarity, above(longest))
+            store = Store([vectors], np.array([0, count]), manifest.similarity, longest)
             built = indexes.Index(paths["index"], index)
-            effort, recall = _calibrate(built, store, Part(vectors, lengths, 0))
-        files = {kind: _seal(file) for kind, file in paths.items() if file.exists()}
-    for changed in (home, home.parent):
-        sync_folder(changed)
+            effort, recall = _calibrate(built, store, Part(vectors, squares, 0))
+        files = {kind: _flush(file) for kind, file in paths.items() if file.exists()}
+    sync_folder(parent)
+    sync_folder(parent.parent)
     return SegmentInfo(name, count, index, longest, files, effort, recall)
-
-
-def above(longest: float) -> float:
-    """Return a bound on the length of vectors whatever its rounding."""
-    return longest * (1 + 1e-6)
 
 
 def _save(file: Path, array: npt.NDArray[Any]) -> None:
@@ -101,7 +93,7 @@ def _save(file: Path, array: npt.NDArray[Any]) -> None:
     file.write_bytes(buffer.getbuffer())
 
 
-def _seal(file: Path) -> FileInfo:
+def _flush(file: Path) -> FileInfo:
     """Flush a new file to disk, and return its size and checksum."""
     with file.open("rb+") as stream:
         os.fsync(stream.fileno())
@@ -109,30 +101,30 @@ def _seal(file: Path) -> FileInfo:
 
 
 def _calibrate(index: indexes.Index, store: Store, part: Part) -> tuple[int, float]:
-    """Raise the effort of an index until its recall@10 suffices; return effort and recall.
+    """Double the effort of an index until recall@10 is `RECALL`; return effort and recall.
 
-    Recall is measured against an exact scan, for a sample of the rows as queries.
+    Recall is measured against an exact scan, with a sample of the rows as queries.
     """
     count = len(part.vectors)
-    sample = np.random.default_rng(0).choice(count, min(count, _SAMPLE), replace=False)
-    queries, k = part.vectors[np.sort(sample)], min(11, count)  # a row finds itself
+    sample = np.random.default_rng(0).choice(count, min(count, _RECALL_QUERIES), replace=False)
+    queries, k = part.vectors[np.sort(sample)], min(11, count)  # the query itself is a result
     farthest = store.search([part], queries, k).scores[:, -1:]
     while True:
         scores = store.rescore(queries, index.candidates(queries, k), k).scores
         recall = float((scores[:, 1:] >= farthest).mean())
-        if recall >= indexes.RECALL or index.effort >= indexes.MOST_EFFORT:
+        if recall >= indexes.RECALL or index.effort >= indexes.MAX_EFFORT:
             return index.effort, recall
         index.effort *= 2
 
 
 def write_deleted(folder: Path, ids: IntArray) -> DeletedIds | None:
-    """Write the ids that are removed."""
+    """Write the removed ids."""
     if not len(ids):
         return None
     file = folder / f"deleted-{uuid4().hex}.npy"
     with name_write_errors(file):
         _save(file, ids)
-        return DeletedIds(file.name, len(ids), _seal(file))
+        return DeletedIds(file.name, len(ids), _flush(file))
 
 
 def open_array(file: Path, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
@@ -142,7 +134,7 @@ def open_array(file: Path, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[An
         array = np.lib.format.open_memmap(file, mode="c")
     except FileNotFoundError:
         raise
-    except Exception as error:  # numpy parses the header as Python, which raises anything
+    except Exception as error:  # numpy parses the header as Python
         raise DamagedGalleryError(file, error) from error
     if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
         raise DamagedGalleryError(
@@ -152,7 +144,7 @@ def open_array(file: Path, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[An
 
 
 def check_file(file: Path, info: FileInfo, *, digest: bool = True) -> None:
-    """Compare a file with its size, and with its checksum."""
+    """Compare the size of a file, and its checksum, with the manifest."""
     size = file.stat().st_size
     if size != info.bytes:
         raise DamagedGalleryError(file, f"it has {size} bytes, not {info.bytes}")
@@ -168,26 +160,26 @@ def check_segment(folder: Path, info: SegmentInfo) -> None:
 
 @dataclass(frozen=True)
 class Segment:
-    """An open segment: nothing of it is read before it is needed."""
+    """An open segment, memory-mapped."""
 
     part: Part  # all vectors
     ids: IntArray
-    rows: Any
+    table: Any  # of metadata
     index: indexes.Index | None
 
     @classmethod
     def open(cls, folder: Path, manifest: Manifest, info: SegmentInfo, start: int) -> Segment:
         """Open every file of a segment; raises FileNotFoundError for a missing one."""
         files = info.paths(folder)
-        for kind, about in info.files.items():
+        for kind, file_info in info.files.items():
             # The ids are few bytes, on which everything else depends.
-            check_file(files[kind], about, digest=kind == "ids")
-        table = rows.read(files["rows"])
+            check_file(files[kind], file_info, digest=kind == "ids")
+        table = metadata.read(files["rows"])
         if len(table) != info.rows:
             raise DamagedGalleryError(files["rows"], f"it has {len(table)} rows, not {info.rows}")
         for name in ("path", "label"):
-            kind = rows.column_type(table, name)
-            if kind is None or not rows.arrow().types.is_large_binary(kind):
+            kind = metadata.column_type(table, name)
+            if kind is None or not metadata.arrow().types.is_large_binary(kind):
                 raise DamagedGalleryError(files["rows"], f"its column {name} is {kind}")
         squares = None
         if "squares" in files:

@@ -1,4 +1,4 @@
-"""The map of a gallery: computed in a child process with low priority, and cached."""
+"""`GalleryMap`: images as points, computed in a child process with low priority, and cached."""
 
 import logging
 import math
@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # the child imports nothing but what t-SNE needs
 
 log = logging.getLogger("proximetry.web")
 
-MOST = 20_000  # images on a map; a larger gallery is sampled
-_CACHED = 50  # maps
-_RETRY = 60.0  # seconds after which a failed map is computed again
+MAX_POINTS = 20_000  # images on a map; a larger gallery is sampled
+_MAX_CACHED = 50  # maps
+_RETRY_SECONDS = 60.0  # until a failed map is computed again
 
 
 class GalleryMap(NamedTuple):
@@ -54,31 +54,31 @@ class MapMaker:
         self.started = 0.0
 
     def get(self, gallery: "Gallery") -> GalleryMap | None:
-        """Return the map of a gallery; until it is ready that of an earlier version, or None.
+        """Return the map of a gallery; until it is ready, that of an earlier version or None.
 
         Raises:
-            MapError: it failed a moment ago.
+            MapError: it failed less than a minute ago.
         """
         version = gallery.version
         with self._lock:
             if self._process is not None and not self._process.is_alive():
-                if self._process.exitcode:  # it has printed a traceback
+                if self._process.exitcode:  # the process has printed a traceback
                     log.warning("the map failed, exit code %s", self._process.exitcode)
                     self._failed[self._version] = time.monotonic()
                 self._process = None
-            if gallery.embedder is not self._embedder:  # rebuilt: the same ids are other images
+            if gallery.embedder is not self._embedder:  # rebuilt: ids are of other images
                 self._embedder, self._map = gallery.embedder, None
             if self._map is None or self._map.version != version:
                 self._map = read_map(version) or self._map
             ready = self._map is not None and self._map.version == version
             if not ready and self._process is None:
-                if time.monotonic() - self._failed.get(version, -math.inf) < _RETRY:
+                if time.monotonic() - self._failed.get(version, -math.inf) < _RETRY_SECONDS:
                     raise MapError("the map failed; see the log of the server")
                 self._start(gallery)
             return self._map
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         with self._lock:
             if self._process is not None:
                 self._process.kill()
@@ -96,13 +96,13 @@ class MapMaker:
 def sample(gallery: "Gallery") -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Return ids and vectors of the images on a map."""
     ids = gallery.ids()
-    if len(ids) > MOST:
-        ids = np.sort(np.random.default_rng(0).choice(ids, MOST, replace=False))
+    if len(ids) > MAX_POINTS:
+        ids = np.sort(np.random.default_rng(0).choice(ids, MAX_POINTS, replace=False))
     return ids, gallery.vectors(ids)
 
 
 def _run(*job: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     with suppress(OSError, AttributeError):
         os.nice(10)
     compute(*job)
@@ -120,9 +120,9 @@ def compute(version: str, ids: Any, vectors: Any, similarity: Any) -> None:
         points = map_embeddings(vectors, similarity=similarity)
     with atomic_path(file, durable=False) as part, part.open("wb") as stream:
         np.savez(stream, ids=ids, points=points)
-    with suppress(OSError):  # another process may remove maps, too
-        by_age = sorted(file.parent.glob("*.npz"), key=lambda one: one.stat().st_mtime)
-        for old in by_age[:-_CACHED]:
+    with suppress(OSError):  # another process may remove maps as well
+        by_age = sorted(file.parent.glob("*.npz"), key=lambda path: path.stat().st_mtime)
+        for old in by_age[:-_MAX_CACHED]:
             old.unlink()
 
 
@@ -137,5 +137,5 @@ def read_map(version: str) -> GalleryMap | None:
             ids, points = cached["ids"], cached["points"]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
-    fits = ids.dtype == np.int64 and points.dtype == np.float32 and points.shape == (len(ids), 2)
-    return GalleryMap(version, ids, points) if fits and np.isfinite(points).all() else None
+    valid = ids.dtype == np.int64 and points.dtype == np.float32 and points.shape == (len(ids), 2)
+    return GalleryMap(version, ids, points) if valid and np.isfinite(points).all() else None

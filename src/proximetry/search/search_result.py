@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from proximetry._util.types import IntArray
 from proximetry.models.constants import Similarity
 
-REMOVED = "(removed meanwhile)"  # an image on Milvus that was removed after the search
+REMOVED = "(removed meanwhile)"  # instead of the path of an image on Milvus
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -23,31 +23,31 @@ class SearchResult:
     Attributes:
         ids: of the images, [queries, k]; −1 if there are fewer than k.
         similarities: the cosine or the negative Euclidean distance to the query, computed from
-            the stored vectors whatever the index; −inf beside an id of −1.
+            the stored vectors with every index; −inf for an id of −1.
         similarity: "cosine" or "euclidean".
         columns: the names of the metadata columns; see `column`.
-        scores: the values that images are ordered by, if not `similarities`: those of the
-            expanded query, or the negative distance of k-reciprocal re-ranking.
+        scores: with query expansion or re-ranking, the values that images are ordered by: the
+            similarities to the expanded query, or the negative k-reciprocal distances.
     """
 
     ids: IntArray
     similarities: npt.NDArray[np.float32]
     similarity: Similarity
     columns: tuple[str, ...]
-    scores: npt.NDArray[np.float32] | None = None
-    _positions: IntArray = field(default_factory=lambda: np.empty((0, 0), np.int64))
-    _take: Callable[[IntArray, Iterable[str]], dict[str, list[Any]]] = lambda positions, names: {}
+    scores: npt.NDArray[np.float32] | None
+    _positions: IntArray
+    _take: Callable[[IntArray, Iterable[str]], dict[str, list[Any]]]
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def k(self) -> int:
-        """The length of each list."""
+        """The number of results per query."""
         return int(self.ids.shape[1])
 
     def column(self, name: str) -> npt.NDArray[np.object_]:
-        """Return a metadata column of the images, [queries, k]; None beside −1."""
+        """Return a metadata column of the images, [queries, k]; None for an id of −1."""
         if name not in self.columns:
             raise ValueError(f"no column {name!r}. Columns: {', '.join(self.columns)}.")
         values = self._take(self._positions.ravel(), [name])[name]

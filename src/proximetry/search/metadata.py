@@ -1,6 +1,6 @@
 """Metadata of the images in a gallery: an Arrow table, and filters (`where`).
 
-Texts are stored as bytes: names of files and folders need not be UTF-8.
+Text is stored as bytes, because names of files and folders need not be UTF-8.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from proximetry.data import FIELDS, Catalog
 from proximetry.data.folders import SEPARATOR, split_shard_path
 from proximetry.search.manifest import DamagedGalleryError
 
-STAMP = ("_size", "_modified")  # hidden columns: of each file when it was embedded
-_RESERVED = ("id", "similarity", "score", *STAMP)  # by results and galleries
+STAMP = ("_size", "_modified")  # hidden columns: size and mtime of each file when it was embedded
+_RESERVED = ("id", "similarity", "score", *STAMP)  # names that results and galleries use
 
 Mask = npt.NDArray[np.bool_]
 Where = Mapping[str, Any]
-"""By column, a value, or several of which any matches."""
+"""Conditions by column: a value, or several values combined with OR."""
 
 
 def arrow(module: str = "pyarrow") -> Any:
@@ -34,7 +34,7 @@ def arrow(module: str = "pyarrow") -> Any:
     return import_optional(module, "search", "A gallery")
 
 
-def make_rows(
+def from_images(
     images: Catalog | Iterable[str | os.PathLike[str]], labels: Sequence[str | None] | None = None
 ) -> Any:
     """Return the table of a catalog, or of image files and their classes."""
@@ -54,7 +54,7 @@ def make_rows(
             count = len(columns["path"])
             if isinstance(labels, str) or len(columns["label"]) != count:
                 raise UsageError(f"labels must be a list of {count} classes, one for each file")
-    return table({**columns, "path": [absolute(path) for path in columns["path"]]})
+    return from_columns({**columns, "path": [absolute(path) for path in columns["path"]]})
 
 
 def absolute(path: str) -> str:
@@ -67,8 +67,8 @@ def absolute(path: str) -> str:
     return f"{file}{SEPARATOR}{member}" if member else file
 
 
-def table(columns: Mapping[str, Sequence[Any]]) -> Any:
-    """Return columns as rows of a gallery, with path and label."""
+def from_columns(columns: Mapping[str, Sequence[Any]]) -> Any:
+    """Return the table of columns, one of which is path; label is null by default."""
     pa = arrow()
     for name in columns:
         if name in _RESERVED:
@@ -79,11 +79,11 @@ def table(columns: Mapping[str, Sequence[Any]]) -> Any:
     return pa.table(arrays)
 
 
-def _array(values: Sequence[Any], ours: bool) -> Any:
+def _array(values: Sequence[Any], is_text: bool) -> Any:
     pa = arrow()
     empty = all(value is None for value in values)
-    if empty and not ours:
-        return pa.nulls(len(values))  # which fits any type of the column
+    if empty and not is_text:
+        return pa.nulls(len(values))  # compatible with any type of the column
     if empty or any(isinstance(value, str) for value in values):
         encoded = [None if value is None else encode(str(value)) for value in values]
         return pa.array(encoded, pa.large_binary())
@@ -91,7 +91,7 @@ def _array(values: Sequence[Any], ours: bool) -> Any:
 
 
 def with_stamps(table: Any, stamps: Sequence[Any]) -> Any:
-    """Add size and time of modification of each file, from `staging.Stamp`, null if unknown."""
+    """Add size and mtime of each file, from `new_images.Stamp`, null if unknown."""
     for name in STAMP:
         column = [stamp and getattr(stamp, name[1:]) for stamp in stamps]
         table = table.append_column(name, arrow().array(column, arrow().int64()))
@@ -99,11 +99,11 @@ def with_stamps(table: Any, stamps: Sequence[Any]) -> Any:
 
 
 def encode(text: str) -> bytes:
-    """Encode a text as it is stored."""
+    """Encode text as it is stored."""
     return text.encode("utf-8", "surrogateescape")
 
 
-def stack(tables: Sequence[Any]) -> Any:
+def concat(tables: Sequence[Any]) -> Any:
     """Concatenate tables without copying them; missing columns are null, types may widen."""
     pa = arrow()
     try:
@@ -113,10 +113,10 @@ def stack(tables: Sequence[Any]) -> Any:
         raise UsageError(f"column types differ: {reason}. Rename the column.") from error
 
 
-def write(rows: Any, stream: Any) -> None:
+def write(table: Any, stream: Any) -> None:
     """Write a table as an Arrow file."""
-    with arrow("pyarrow.ipc").new_file(stream, rows.schema) as writer:
-        writer.write_table(rows.combine_chunks())  # as one batch, which `read` maps to memory
+    with arrow("pyarrow.ipc").new_file(stream, table.schema) as writer:
+        writer.write_table(table.combine_chunks())  # as one batch, which `read` maps to memory
 
 
 def read(file: Path) -> Any:
@@ -127,7 +127,7 @@ def read(file: Path) -> Any:
         table.validate(full=True)
     except FileNotFoundError:
         raise
-    except Exception as error:  # Arrow raises anything for damaged files
+    except Exception as error:  # Arrow raises many types for damaged files
         raise DamagedGalleryError(file, error) from error
     return table
 
@@ -146,29 +146,29 @@ def contains(column: Any, targets: Any) -> Mask:
 
 
 def select(table: Any, where: Where) -> Mask:
-    """Return a mask of the rows that meet every condition."""
+    """Return a mask of the rows that match every condition."""
     mask = np.ones(len(table), np.bool_)
     for name, value in where.items():
         targets, kind = condition_values(name, value, table.column_names), column_type(table, name)
         if kind is None:
-            met = np.full(len(table), None in targets)
+            matches = np.full(len(table), None in targets)
         else:
-            if invalid := [one for one in targets if not len(_cast([one], kind))]:
+            if invalid := [target for target in targets if not len(_cast([target], kind))]:
                 raise UsageError(
                     f"column {name} is {kind}, got {join_first(map(format_value, invalid))}"
                 )
-            met = contains(table[name], _cast(targets, kind))
-        if not met.any():
+            matches = contains(table[name], _cast(targets, kind))
+        if not matches.any():
             hint = _suggest(table, name, targets)
             raise UsageError(f"no image has {name} {join_first(map(format_value, targets))}{hint}")
-        mask &= met
+        mask &= matches
     return mask
 
 
-def condition_values(name: str, value: Any, known: Iterable[str]) -> list[Any]:
+def condition_values(name: str, value: Any, columns: Iterable[str]) -> list[Any]:
     """Return the values of a condition of `where`, after checking its column."""
-    if name not in known:
-        raise UsageError(f"the gallery has no column {format_value(name)}{suggest(name, known)}")
+    if name not in columns:
+        raise UsageError(f"the gallery has no column {format_value(name)}{suggest(name, columns)}")
     single = isinstance(value, str | bytes) or not isinstance(value, Iterable)
     targets = [value] if single else [*value]
     if not targets:
@@ -176,39 +176,42 @@ def condition_values(name: str, value: Any, known: Iterable[str]) -> list[Any]:
     return targets
 
 
-def parse_conditions(words: Iterable[str]) -> dict[str, list[str]]:
-    """Parse conditions COLUMN=VALUE; of several for one column any matches."""
+def parse_conditions(conditions: Iterable[str]) -> dict[str, list[str]]:
+    """Parse conditions COLUMN=VALUE; those of one column are combined with OR."""
     parsed: dict[str, list[str]] = {}
-    for word in words:
-        column, sign, value = word.partition("=")
+    for condition in conditions:
+        column, sign, value = condition.partition("=")
         if not sign or not column:
-            raise UsageError(f"where {format_value(word)} must be COLUMN=VALUE, such as label=jay")
+            raise UsageError(
+                f"invalid condition {format_value(condition)}. Write COLUMN=VALUE, such as "
+                "label=jay."
+            )
         parsed.setdefault(column, []).append(value)
     return parsed
 
 
-def column_type(rows: Any, name: str) -> Any:
+def column_type(table: Any, name: str) -> Any:
     """Return the type of a column; None if it is missing or all null."""
-    kind = rows[name].type if name in rows.column_names else None
+    kind = table[name].type if name in table.column_names else None
     return None if kind is None or arrow().types.is_null(kind) else kind
 
 
-def _cast(values: list[Any], kind: Any) -> Any:
-    """Return those of the values that convert to a column's type, as an array of it."""
+def _cast(targets: list[Any], kind: Any) -> Any:
+    """Return an array of the values that convert to a column's type."""
     pa = arrow()
     if pa.types.is_large_binary(kind):
-        return pa.array([None if one is None else encode(str(one)) for one in values], kind)
+        return pa.array([None if one is None else encode(str(one)) for one in targets], kind)
     arrays = [pa.array([], kind)]
-    for one in values:
+    for target in targets:
         with suppress(pa.ArrowException, TypeError, ValueError):
-            arrays.append(pa.array([one]).cast(kind))  # words of the command line are parsed
+            arrays.append(pa.array([target]).cast(kind))  # parses text of the command line
     return pa.concat_arrays(arrays)
 
 
 def _suggest(table: Any, name: str, targets: list[Any]) -> str:
     """Return a similar value, if there are not too many values to compare."""
-    known = [value for value in values(table[name].unique()) if isinstance(value, str)]
-    if len(known) > 10_000:
+    texts = [value for value in values(table[name].unique()) if isinstance(value, str)]
+    if len(texts) > 10_000:
         return ""
-    hint = suggest(str(targets[0]), sorted(known))
+    hint = suggest(str(targets[0]), sorted(texts))
     return "" if hint == "." else hint

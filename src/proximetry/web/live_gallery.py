@@ -1,4 +1,4 @@
-"""A gallery as the page sees it: the current version, without names of folders."""
+"""`LiveGallery`: the current version of a gallery, without names of folders."""
 
 import hashlib
 import io
@@ -26,27 +26,26 @@ from proximetry.search.manifest import EMBEDDER, MANIFEST, read_manifest
 log = logging.getLogger("proximetry.web")
 
 SIZES = (16, 2048)  # minimum and maximum longer side of a thumbnail in pixels
-_CHECK_EVERY = 1.0  # seconds between two checks for changes by other processes
-_SAMPLED = 1000  # images whose paths determine the common folder
-_SUGGESTED = 12
-# Thumbnails up to these sizes are cached, and lossless: JPEG blurs very small images.
-_THUMBNAIL, _LOSSLESS = 320, 96
-_CACHED = 2048
+_CHECK_INTERVAL = 1.0  # seconds between two checks for changes by other processes
+_SAMPLE_SIZE = 1000  # images whose paths determine the common folder
+_SUGGESTIONS = 12
+_MAX_CACHED_SIDE, _MAX_CACHED = 320, 2048  # of cached thumbnails: pixels and number
+_MAX_PNG_SIDE = 96  # JPEG blurs very small images
 
-EncodedImage = tuple[bytes, str]  # as it is sent, and its media type
+EncodedImage = tuple[bytes, str]  # the content and its media type
 
 
-class About(NamedTuple):
+class Summary(NamedTuple):
     """A description of one version of a gallery."""
 
     gallery: Gallery
-    home: str  # the common folder of its images, which is never sent
+    root: str  # the common folder of its images, which is never sent
     classes: dict[str, int]  # by name, the number of images; most frequent first
     suggested: list[int]  # ids for the start page
 
 
-class View:
-    """A gallery that follows the changes of other processes; thread-safe.
+class LiveGallery:
+    """A gallery that is reloaded when another process has changed it; thread-safe.
 
     Each version is a `Gallery` object that never changes; versions of one build share an embedder.
     """
@@ -58,18 +57,18 @@ class View:
         self._gallery = Gallery.open(path)
         self._build = _build(path)
         self._checked = time.monotonic()
-        self._describing = Lock()
-        self._about: About | None = None
+        self._summary_lock = Lock()
+        self._summary: Summary | None = None
 
     def current(self) -> Gallery:
-        """Return the current version; it may read files, so it is not for the event loop."""
+        """Return the current version; may read files, so call it outside the event loop."""
         with self._lock:
-            if time.monotonic() - self._checked >= _CHECK_EVERY:
-                self._follow()
+            if time.monotonic() - self._checked >= _CHECK_INTERVAL:
+                self._reload()
                 self._checked = time.monotonic()
             return self._gallery
 
-    def _follow(self) -> None:
+    def _reload(self) -> None:
         try:
             state = file_state(self.path / MANIFEST)
             if state == self._state:
@@ -86,13 +85,13 @@ class View:
                 log.warning("the last version of the gallery is served: %s", error)
             self._state = ()
 
-    def about(self) -> About:
+    def summary(self) -> Summary:
         """Return the description of the current version, computed once per version."""
-        with self._describing:
-            gallery, about = self.current(), self._about
-            if about is None or about.gallery is not gallery:
-                self._about = about = _describe(gallery)
-            return about
+        with self._summary_lock:
+            gallery, summary = self.current(), self._summary
+            if summary is None or summary.gallery is not gallery:
+                self._summary = summary = _summarize(gallery)
+            return summary
 
     def item(self, gallery: Gallery, item: int) -> dict[str, Any]:
         """Return the metadata of an image; raises HTTPException for an unknown id."""
@@ -100,18 +99,18 @@ class View:
 
     def records(self, ids: Sequence[int], columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
         """Return the metadata of images from their columns."""
-        home = os.path.join((self._about or self.about()).home, "")
+        root = os.path.join((self._summary or self.summary()).root, "")
         others = [name for name in columns if name not in ("path", "label")]
         records = []
-        for row, one in enumerate(ids):
+        for row, item in enumerate(ids):
             path = columns["path"][row]
-            inside = path.removeprefix(home)  # else only the name is sent
+            file = path.removeprefix(root) if path.startswith(root) else os.path.basename(path)
             records.append(
                 {
-                    "id": int(one),
+                    "id": int(item),
                     "label": to_json_value(columns["label"][row]),
-                    "file": to_json_value(inside if inside != path else os.path.basename(path)),
-                    "image": f"items/{int(one)}/image",
+                    "file": to_json_value(file),
+                    "image": f"items/{int(item)}/image",
                     "details": {name: to_json_value(columns[name][row]) for name in others},
                 }
             )
@@ -124,7 +123,7 @@ class View:
 
         Raises:
             HTTPException: unknown id.
-            ImageError: the file is missing, or not an image any more.
+            ImageError: the file is missing or not an image.
         """
         (path,) = _row(self.current(), item, ["path"])["path"]
         try:
@@ -136,7 +135,7 @@ class View:
             return current, _encode(path, size)  # raises ImageError
         if current == etag:
             return current, None
-        encode = _encode if size > _THUMBNAIL else _encode_cached
+        encode = _encode if size > _MAX_CACHED_SIDE else _encode_cached
         return current, encode(path, size, state)
 
 
@@ -148,33 +147,33 @@ def _row(gallery: Gallery, item: int, columns: Sequence[str]) -> dict[str, list[
 
 
 def _build(path: Path) -> tuple[str, tuple[int, ...]]:
-    """Return values that change only if a gallery is rebuilt, and its ids start again."""
+    """Return values that change only if a gallery is rebuilt, with new ids."""
     return read_manifest(path).embedder, file_state(path / EMBEDDER)
 
 
 def _encode(path: str, size: int, state: tuple[int, ...] = ()) -> EncodedImage:
-    """Decode and encode an image, so that only pixels are sent, whatever the file is."""
+    """Decode and encode an image, so that only its pixels are sent."""
     image = thumbnail(path, size)
     buffer = io.BytesIO()
-    kind = "PNG" if max(image.size) <= _LOSSLESS else "JPEG"
-    image.save(buffer, kind, quality=85)  # which PNG ignores
+    kind = "PNG" if max(image.size) <= _MAX_PNG_SIDE else "JPEG"
+    image.save(buffer, kind, quality=85)  # PNG ignores the quality
     return buffer.getvalue(), f"image/{kind.lower()}"
 
 
-_encode_cached = lru_cache(maxsize=_CACHED)(_encode)
+_encode_cached = lru_cache(maxsize=_MAX_CACHED)(_encode)
 
 
-def _describe(gallery: Gallery) -> About:
-    draw = np.random.default_rng(0)
-    sample = np.sort(draw.permutation(gallery.ids())[:_SAMPLED])
+def _summarize(gallery: Gallery) -> Summary:
+    generator = np.random.default_rng(0)
+    sample = np.sort(generator.permutation(gallery.ids())[:_SAMPLE_SIZE])
     paths = gallery.rows(sample, ["path"])["path"]
     classes = Counter(gallery.count_labels()).most_common()
     folders = [os.path.dirname(split_shard_path(path)[0]) for path in paths]
-    return About(
+    return Summary(
         gallery,
         os.path.commonpath(folders) if folders else "",
         {to_json_value(name): count for name, count in classes},
-        [int(one) for one in draw.permutation(sample)[:_SUGGESTED]],
+        generator.permutation(sample)[:_SUGGESTIONS].tolist(),
     )
 
 

@@ -1,8 +1,8 @@
-"""Images to add to a gallery. Their vectors are staged on disk until they are in the gallery.
+"""`NewImages`: images to add to a gallery, whose vectors are staged on disk until then.
 
-Under torchrun only rank 0 knows the gallery. It broadcasts a job to the other ranks
+Under torchrun only rank 0 opens the gallery. It broadcasts a job to the other ranks
 (`distributed_workers`, `worker_loop`), which stage their share of the vectors in the same folder,
-and then continues as if these had been there before.
+and then resumes from the staged vectors.
 """
 
 from __future__ import annotations
@@ -31,18 +31,24 @@ from proximetry.data import Catalog, ImageError
 from proximetry.data.folders import split_shard_path
 from proximetry.metrics._search.validation import as_embeddings
 from proximetry.models import Embedder
-from proximetry.search import indexes, rows
+from proximetry.search import indexes, metadata
 from proximetry.search.exact import FloatArray, take
-from proximetry.search.manifest import STAGING, Manifest, Report, SegmentInfo, read_digest
-from proximetry.search.segments import no_progress, prepare_vectors, write_segment
+from proximetry.search.manifest import (
+    STAGING,
+    Manifest,
+    Report,
+    SegmentInfo,
+    ignore,
+    read_digest,
+)
+from proximetry.search.segment import BLOCK, prepare_vectors, write_segment
 
 Images = Catalog | Sequence[str | os.PathLike[str]] | Any
-"""A catalog, image files, or a table of `rows.table`."""
+"""A catalog, image files, or a table of `metadata.from_columns`."""
 Labels = Sequence[str | None] | None
 Vectors = Tensor | npt.NDArray[Any]
 BadImages = Literal["error", "skip"]
-CHUNK = 1024  # images that are embedded before they are written
-BLOCK = 65_536
+CHUNK = 1024  # images whose vectors are staged in one file
 
 
 class Stamp(NamedTuple):
@@ -69,7 +75,7 @@ class NewImages:
     Vectors are in chunks, in memory or memory-mapped; each image has a row there, or −1.
 
     Attributes:
-        table: their metadata; after `embed` of the readable ones.
+        table: their metadata; after `embed` without the unreadable images.
         skipped: the unreadable images.
         embedded: whether vectors were passed.
         has_labels: whether classes were passed with a list of files.
@@ -88,7 +94,9 @@ class NewImages:
         report: Report | None,
     ) -> None:
         source: Any = images
-        self.table = source if hasattr(source, "column_names") else rows.make_rows(source, labels)
+        self.table = (
+            source if hasattr(source, "column_names") else metadata.from_images(source, labels)
+        )
         counts = Counter(self.table["path"].to_pylist())
         if not counts:
             raise UsageError("no images")
@@ -97,10 +105,10 @@ class NewImages:
         self.has_labels = labels is not None
         self.only_files = not self.has_labels and self.table.column_names == ["path", "label"]
         self.only_files &= self.table["label"].null_count == len(self.table)
-        self.progress, self.report = progress or no_progress, report or no_report
+        self.progress, self.report = progress or ignore, report or ignore
         self.warn = report or (lambda line: warnings.warn(line, stacklevel=3))
         self.skipped: list[SkippedImage] = []
-        self._dim, self._bad_images, self._batch_size = dim, bad_images, batch_size
+        self._bad_images, self._batch_size = bad_images, batch_size
         self._stamps: list[Stamp | None] = [None] * len(self.table)
         self._chunks: list[FloatArray] = []
         self._files: dict[int, Path] = {}
@@ -113,17 +121,17 @@ class NewImages:
     def embed(
         self, embedder: Embedder, fingerprint: str, gallery: Path, *, required: bool = False
     ) -> None:
-        """Embed them unless vectors were passed, and drop the unreadable ones.
+        """Embed the images unless vectors were passed; skip unreadable ones.
 
         Vectors that are staged in the folder of the gallery are reused.
         """
         if self.embedded:
             return
-        paths = rows.values(self.table["path"])
+        paths = metadata.values(self.table["path"])
         folder = gallery / STAGING / fingerprint[:32]
         self._stamps = [stamp_of(path) for path in paths]
         waiting = self._reuse(folder)
-        # Without further chunks there is nothing to resume.
+        # A single chunk is not staged: there is nothing to resume.
         staged = folder if sum(map(len, waiting)) > CHUNK else None
         if _idle_workers and staged:
             parts = [[paths[image] for image in part] for part in waiting]
@@ -152,39 +160,39 @@ class NewImages:
             done += len(images)
             self.progress(done, len(paths))
         readable = np.flatnonzero(self._rows >= 0)
-        self.table = self.table.take(rows.arrow().array(readable))
+        self.table = self.table.take(metadata.arrow().array(readable))
         self._rows, self._stamps = self._rows[readable], [self._stamps[i] for i in readable]
         if required and not len(self.table):
             count = pluralize(len(self.skipped), "image")
-            raise ValueError(f"no image can be read of {count}: {self.skipped[0]}")
+            raise ValueError(f"{count} cannot be read: {self.skipped[0]}")
 
     def _reuse(self, folder: Path) -> list[IntArray]:
-        """Take the vectors that are staged, and return the other images in chunks.
+        """Load the staged vectors, and return the other images in chunks.
 
-        They are split by their numbers, whatever was embedded before, so that batches, on which
-        the last bits depend, are the same after an interruption.
+        Images are split by their numbers, so that after an interruption the batches are the same:
+        the last bits of a vector depend on its batch.
         """
         self._chunks, self._files = [], {}
-        staged: list[bytes] = []
+        keys: list[bytes] = []
         for file in sorted(folder.glob("[!.]*.arrow")):
             with suppress(KeyError, OSError, ValueError):  # its images are embedded again
-                keys, vectors = _load(file, self._dim)
-                staged += keys
+                file_keys, vectors = _load(file)
+                keys += file_keys
                 self._files[len(self._chunks)] = file
                 self._chunks.append(vectors)
-        known = {key: row for row, key in enumerate(staged)}
-        self._rows = np.array([known.get(stamp.key, -1) if stamp else -1 for stamp in self._stamps])
+        rows = {key: row for row, key in enumerate(keys)}
+        self._rows = np.array([rows.get(stamp.key, -1) if stamp else -1 for stamp in self._stamps])
         images = np.flatnonzero(self._rows < 0)
         parts = np.split(images, np.flatnonzero(np.diff(images // CHUNK)) + 1)
         return parts if len(images) else []
 
     def _append(self, images: IntArray, vectors: FloatArray, folder: Path | None) -> None:
-        """Add a chunk, and write it unless there is no folder."""
+        """Add a chunk, and stage it in the folder, if any."""
         self._rows[images] = self._starts[-1] + np.arange(len(images))
         if folder and len(images):
             file = _write(folder, vectors, [self._stamps[i] for i in images])
             self._files[len(self._chunks)] = file
-            _, vectors = _load(file, self._dim)
+            _, vectors = _load(file)
         self._chunks.append(vectors)
 
     @property
@@ -192,17 +200,17 @@ class NewImages:
         return np.cumsum([0, *map(len, self._chunks)])
 
     def blocks(self, manifest: Manifest) -> Iterator[FloatArray]:
-        """Yield their vectors as a gallery stores them."""
+        """Yield the vectors as a gallery stores them."""
         for part in chunks(len(self._rows), BLOCK):
             yield prepare_vectors(take(self._chunks, self._starts, self._rows[part]), manifest)
 
     def write(self, folder: Path, manifest: Manifest) -> SegmentInfo:
-        """Write them as a segment with the next ids."""
+        """Write the images as a segment with the next ids."""
         count, first = len(self.table), manifest.next_id
         return write_segment(
             folder,
             manifest,
-            rows.with_stamps(self.table, self._stamps),
+            metadata.with_stamps(self.table, self._stamps),
             np.arange(first, first + count),
             self.blocks(manifest),
             indexes.resolve(manifest.index, count),
@@ -210,7 +218,7 @@ class NewImages:
         )
 
     def discard(self) -> None:
-        """Remove the files of staged vectors, which are in the gallery now."""
+        """Remove the staged vectors, which are in the gallery now."""
         used = {*(np.searchsorted(self._starts, self._rows, "right") - 1).tolist()}
         files = [file for number, file in self._files.items() if number in used]
         for file in files:
@@ -219,10 +227,6 @@ class NewImages:
             with suppress(OSError):  # another process may have files there
                 folder.rmdir()
                 folder.parent.rmdir()
-
-
-def no_report(line: str) -> None:
-    """Ignore messages."""
 
 
 def as_vectors(values: Any, count: int, dim: int) -> FloatArray:
@@ -239,7 +243,7 @@ def as_vectors(values: Any, count: int, dim: int) -> FloatArray:
 
 
 class _Job(NamedTuple):
-    """Chunks of images that all ranks embed together."""
+    """Chunks of images that the ranks share."""
 
     parts: Sequence[Sequence[str]]
     folder: Path
@@ -269,11 +273,11 @@ _idle_workers: list[str] = []  # not empty while the other ranks wait for a job
 
 
 def _broadcast(job: _Job | None) -> _Job | None:
-    """Send a job from rank 0 to all ranks; None dismisses them."""
+    """Send a job from rank 0 to all ranks; None if there is nothing to embed."""
     _idle_workers.clear()
-    box: list[Any] = [job]
-    dist.broadcast_object_list(box, src=0)
-    received: _Job | None = box[0]
+    objects: list[Any] = [job]
+    dist.broadcast_object_list(objects, src=0)
+    received: _Job | None = objects[0]
     return received
 
 
@@ -283,12 +287,9 @@ def distributed_workers() -> Iterator[None]:
     _idle_workers.append("all")
     try:
         yield
-    except (ValueError, OSError):
+    finally:
         if _idle_workers:
             _broadcast(None)
-        raise
-    if _idle_workers:
-        _broadcast(None)
 
 
 def worker_loop(load: Callable[[], Embedder]) -> None:
@@ -298,31 +299,31 @@ def worker_loop(load: Callable[[], Embedder]) -> None:
         return
     embedder = load()
     if embedder.fingerprint() != job.fingerprint:
-        raise ValueError(f"rank {dist.get_rank()} has another embedder than rank 0")
-    job.run(embedder, no_progress)
+        raise ValueError(f"the embedder of rank {dist.get_rank()} differs from that of rank 0")
+    job.run(embedder, ignore)
 
 
 def stamp_of(path: str) -> Stamp | None:
-    """Return what identifies a file; None for a missing one."""
+    """Return the stamp of a file; None if it is missing."""
     try:
         status = os.stat(split_shard_path(path)[0])
     except OSError:  # reported when the image is opened
         return None
     size, modified = status.st_size, status.st_mtime_ns
     key = repr((size, modified, status.st_ctime_ns, status.st_ino, path))
-    return Stamp(size, modified, rows.encode(key))
+    return Stamp(size, modified, metadata.encode(key))
 
 
 def _write(folder: Path, vectors: FloatArray, stamps: Sequence[Stamp | None]) -> Path:
     """Write a chunk; its name is the checksum of its content."""
-    pa = rows.arrow()
+    pa = metadata.arrow()
     flat = pa.array(np.asarray(vectors, np.float32).ravel())
     columns = {
         "vector": pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1]),
         "key": pa.array([stamp and stamp.key for stamp in stamps], pa.large_binary()),
     }
     stream = io.BytesIO()
-    rows.write(pa.table(columns), stream)
+    metadata.write(pa.table(columns), stream)
     content = stream.getvalue()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{hashlib.sha256(content).hexdigest()}.arrow"
@@ -330,12 +331,10 @@ def _write(folder: Path, vectors: FloatArray, stamps: Sequence[Stamp | None]) ->
     return file
 
 
-def _load(file: Path, dim: int) -> tuple[list[bytes], FloatArray]:
+def _load(file: Path) -> tuple[list[bytes], FloatArray]:
     """Return the images of a chunk and their vectors; raises ValueError for a damaged one."""
     if read_digest(file).sha256 != file.stem:
         raise ValueError(f"{file} is damaged")
-    table = rows.read(file)
+    table = metadata.read(file)
     vectors = table["vector"].combine_chunks().flatten().to_numpy().reshape(len(table), -1)
-    if vectors.shape[1] != dim or not np.isfinite(vectors).all():
-        raise ValueError(f"{file} has other vectors than this embedder computes")
     return table["key"].to_pylist(), vectors
