@@ -5,8 +5,9 @@ import torch
 from safetensors.torch import load_file
 
 from proximetry.training import Callback, RunFolder, train
-from proximetry.training.checkpoint import TrainState, load_checkpoint
+from proximetry.training.checkpoint import load_checkpoint
 from proximetry.training.reporting import PlainDisplay
+from proximetry.training.run import TrainState
 
 
 def tensors(folder, name="last"):

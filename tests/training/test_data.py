@@ -173,7 +173,7 @@ def test_ranks_share_a_batch_evenly(recipe):
 
 def test_ranks_that_read_different_images_stop(recipe, monkeypatch):
     class Rank(World):
-        def first(self, task):
+        def on_main(self, task):
             return task()
 
     def gather(found, own):

@@ -40,7 +40,7 @@ for name in losses.LOSSES:
     differences = [abs(value.item() - whole.item())]
     differences += [(a - b).abs().max().item() for a, b in zip(got, expected)]
     worst[name] = max(differences)
-if world.leads:
+if world.is_main:
     open(sys.argv[1], "w").write(json.dumps(worst))
 del shared  # else it frees the process group at the exit of the interpreter
 with process_group(world):

@@ -24,10 +24,10 @@ from proximetry._util.files import (
     with_checksum,
 )
 from proximetry.data import PixelCache, open_dataset
-from proximetry.training import Callback, RunError, RunFolder, checkpoint, loop, train
+from proximetry.training import Callback, RunError, RunFolder, checkpoint, train
 from proximetry.training.checkpoint import CheckpointError
 from proximetry.training.dry_run import dry_run
-from proximetry.training.step import Updater
+from proximetry.training.updater import Updater
 from tests.processes import Process
 from tests.training.runs import Messages, OnStep, assert_same_run, fail, killed_at, observed
 from tests.training.tiny import make_recipe, with_
@@ -270,7 +270,7 @@ def test_seconds_of_training_survive_a_kill(recipe, tmp_path, monkeypatch):
         return update(*args)
 
     monkeypatch.setattr(Updater, "backward", tick)
-    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("proximetry.training.run.time.monotonic", lambda: now[0])
     for step in (4, 7, 10):
         killed_at(step, with_(recipe, "training", checkpoint_steps=1), tmp_path / "run")
     results = train(recipe, tmp_path / "run")

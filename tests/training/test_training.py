@@ -27,15 +27,12 @@ from proximetry.training import (
     run_folder,
     train,
 )
-from proximetry.training.checkpoint import (
-    TrainState,
-    load_checkpoint,
-    save_checkpoint,
-)
+from proximetry.training.checkpoint import load_checkpoint, save_checkpoint
 from proximetry.training.dry_run import dry_run
 from proximetry.training.evaluator import Evaluator
 from proximetry.training.metrics_table import WITH_DISTRACTORS
 from proximetry.training.reporting import PlainDisplay
+from proximetry.training.run import TrainState
 from proximetry.training.run_folder import FolderError
 from tests.processes import Process
 from tests.training.runs import (

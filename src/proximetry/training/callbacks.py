@@ -9,7 +9,7 @@ from proximetry._util.formatting import format_value
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from proximetry.training.loop import Run
+    from proximetry.training.run import Run
 
 
 class Callback:

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ from proximetry.recipe.loading import differences
 from proximetry.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from proximetry.training.loop import Run
+    from proximetry.training.run import Run
 
 FORMAT = 2
 
@@ -49,67 +48,10 @@ class CheckpointError(RunError):
         super().__init__(f"{path} {problem}. Put {path} back, or start over with --fresh.")
 
 
-@dataclass
-class TrainState:
-    """Counters of the loop and the epoch selected so far.
-
-    Attributes:
-        loss_sum: sum of the losses of the current epoch, on the device.
-        bad_step: the first step whose loss was not finite, on the device; -1 for none.
-        epoch: complete epochs.
-        batch: steps of the current epoch.
-        step: steps of the run.
-        best_epoch: the selected epoch so far.
-        best_value: its selection metric.
-        stale: evaluations since the last improvement.
-        finished: ``training.epochs`` of the recipe when a callback ended the run, if one did.
-        lines: the lines of metrics.jsonl, which a resumed run writes again.
-    """
-
-    loss_sum: Tensor
-    bad_step: Tensor
-    epoch: int = 0
-    batch: int = 0
-    step: int = 0
-    best_epoch: int | None = None
-    best_value: float | None = None
-    stale: int = 0
-    finished: int | None = None
-    lines: list[dict[str, Any]] = field(default_factory=list)
-
-    def advance(self, loss: Tensor) -> None:
-        """Count a step and its loss, without waiting for the device."""
-        self.loss_sum += loss
-        first_bad = (self.bad_step < 0) & ~torch.isfinite(loss)
-        self.bad_step = torch.where(first_bad, self.step, self.bad_step)
-        self.batch += 1
-        self.step += 1
-
-    def end_epoch(self, batches: int) -> dict[str, Any]:
-        """Count an epoch of this number of batches; return epoch, step and mean loss."""
-        self.epoch += 1
-        self.batch = 0
-        mean = self.loss_sum.item() / batches
-        self.loss_sum.zero_()
-        return {"epoch": self.epoch, "step": self.step, "loss": mean}
-
-    def observe(self, value: float) -> bool:
-        """Record the selection metric of an epoch; return whether it is the best so far.
-
-        Of equal epochs the last one is selected, as it was trained for longer; for the patience of
-        the schedule and of early stopping it is no improvement.
-        """
-        improved = self.best_value is None or value > self.best_value
-        if improved or value == self.best_value:
-            self.best_epoch, self.best_value = self.epoch, value
-        self.stale = 0 if improved else self.stale + 1
-        return improved
-
-
 def save_state(run: Run) -> None:
     """Write the last checkpoint; raise if a loss or a weight is not finite."""
     run.check_finite(weights=True)
-    if not run.world.leads:
+    if not run.world.is_main:
         return
     state = {
         name: value.item() if isinstance(value, Tensor) else value
@@ -129,7 +71,7 @@ def save_state(run: Run) -> None:
 def link_checkpoints(run: Run) -> None:
     """Hard-link the last checkpoint as ``best`` and as a kept epoch, where it is one of these."""
     folder, state = run.folder, run.state
-    if not run.world.leads or state.batch or not state.epoch:
+    if not run.world.is_main or state.batch or not state.epoch:
         return
     if state.best_epoch == state.epoch:
         link_checkpoint(folder.last, folder.best)

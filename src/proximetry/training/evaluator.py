@@ -31,14 +31,14 @@ from proximetry.models.lora import merge_lora, merged_copy
 from proximetry.models.pca import centered, moments_of_few, principal_axes, second_moments, with_pca
 from proximetry.recipe.schema import EvaluationConfig, Recipe
 from proximetry.training.checkpoint import RunError
-from proximetry.training.distributed import World, any_rank, share_buffers
-from proximetry.training.query_gallery_split import (
+from proximetry.training.distributed import World, share_buffers
+from proximetry.training.query_gallery import (
     check_comparison,
     evaluation_arguments,
     with_needed_roles,
 )
 from proximetry.training.sources.base import Rows, TrainingData
-from proximetry.training.step import autocast
+from proximetry.training.updater import autocast
 
 Scores = dict[str, Any]
 """Metrics by name. ``dims`` has those of the first d dimensions, by d as text; ``codes`` those of
@@ -92,6 +92,11 @@ def means(scored: Mapping[int | str, Evaluation]) -> Scores:
     if CODES in averages:
         scores[CODES] = averages[CODES]
     return scores
+
+
+def selection_value(scores: Scores, metric: str) -> float:
+    """Return the metric that selects the epoch, with training images as distractors if any."""
+    return float(scores.get("with_distractors", scores)[metric])
 
 
 def evaluate_embedder(
@@ -306,7 +311,7 @@ class Evaluator:
 
     def _share(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the part that this process embeds, in the order of ranks."""
-        return rows[self.world.share(len(rows))]
+        return rows[self.world.local_slice(len(rows))]
 
     def _search_with_distractors(self, vectors: Tensor, distractors: Tensor) -> Scores:
         """Return the metric that selects the epoch, with training images as distractors.
@@ -372,7 +377,7 @@ class Evaluator:
         if binary:
             if self.world.size > 1:
                 dist.all_reduce(total)
-            mean = self.world.first(lambda: (total / len(self.data.rows["train"])).float().cpu())
+            mean = self.world.on_main(lambda: (total / len(self.data.rows["train"])).float().cpu())
             return centered(self.embedder, mean.to(self.world.device)), distractors
         if dim is None or moments is None:
             return self.embedder, distractors
@@ -383,7 +388,7 @@ class Evaluator:
         if len(self.data.rows["train"]) < dim:
             moments = moments_of_few(moments, self.embedder, about_mean)
         fit = partial(principal_axes, moments, dim, about_mean, model.whitening)
-        axes = self.world.first(lambda: fit().cpu())
+        axes = self.world.on_main(lambda: fit().cpu())
         return with_pca(self.embedder, axes.to(self.world.device)), distractors
 
     def _embed(self, embedder: Embedder, rows: Rows, full_precision: bool) -> Iterator[Tensor]:
@@ -418,7 +423,7 @@ class Evaluator:
     def _check_finite(self, embedder: Embedder, rows: Rows, finite: Tensor) -> None:
         """Raise on every process if an embedding of any is not finite."""
         bad = [self.data.catalog.file(row) for row in rows[~finite.cpu().numpy()]]
-        if not any_rank(bool(bad), self.world):
+        if not self.world.any(bool(bad)):
             return
         bad = [*chain.from_iterable(self.world.gather(bad))]
         raise RunError(

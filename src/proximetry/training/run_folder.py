@@ -128,8 +128,13 @@ class SavedRun:
         if epochs == t.epochs or self.checkpoint is None:
             return True
         state = self.checkpoint["state"]
-        over = state.get("finished") == t.epochs or t.is_over(epochs, state["stale"])
+        over = self.was_finished(recipe) or t.is_over(epochs, state["stale"])
         return bool(state["epoch"] == epochs and over)
+
+    def was_finished(self, recipe: Recipe) -> bool:
+        """Return whether a callback ended the run, for the number of epochs of this recipe."""
+        state = self.checkpoint["state"] if self.checkpoint is not None else {}
+        return bool(state.get("finished") == recipe.training.epochs)
 
 
 class RunFolder:

@@ -32,7 +32,7 @@ from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import DataConfig, Protocol, Recipe
 from proximetry.training.checkpoint import RunError
 from proximetry.training.distributed import World
-from proximetry.training.query_gallery_split import check_comparison, no_positives
+from proximetry.training.query_gallery import check_comparison, no_positives
 from proximetry.training.reporting import Display
 
 Rows = npt.NDArray[np.int64]
@@ -116,7 +116,7 @@ class TrainingData(ABC):
 
     def _batch(self, epoch: int, number: int) -> Batch:
         indices = self.sampler.batch(epoch, number)
-        mine = self.world.share(len(indices))
+        mine = self.world.local_slice(len(indices))
         rows, labels = self.rows["train"][indices[mine]], self._codes[indices[mine]]
         key = self._recipe.training.seed, epoch, number
         return Batch(rows, labels, mine, len(indices), key)

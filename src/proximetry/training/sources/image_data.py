@@ -99,7 +99,7 @@ class ImageData(TrainingData):
         self._eval_source: PixelCache | ImageLoader
         train_size, eval_size = self._sizes
         if mode == "none":
-            if bad := self.world.first(self._unreadable):
+            if bad := self.world.on_main(self._unreadable):
                 self._exclude(bad)
             self.fingerprint = fingerprint(self.catalog)
             self._eval_rows = np.arange(len(self.catalog))
@@ -162,7 +162,7 @@ class ImageData(TrainingData):
             )
 
         if self.world.size > 1:
-            self.world.first(lambda: len(build()))  # rank 0 decodes, the others open its cache
+            self.world.on_main(lambda: len(build()))  # rank 0 decodes, the others open its cache
         cache = build()
         if started:
             message(f"decoded {count} images in {time.monotonic() - started:.0f} s")

@@ -289,7 +289,7 @@ class TorchDatasetData(TrainingData):
     ) -> None:
         super().__init__(recipe, catalog, world, display)
         self.fingerprint = fingerprint(catalog)
-        if world.first(lambda: self.fingerprint) != self.fingerprint:
+        if world.on_main(lambda: self.fingerprint) != self.fingerprint:
             raise RunError(f"{datasets.name} has other labels on rank {world.rank} than on rank 0")
         split, dataset = next(iter(datasets.parts.items()))
         with preserve_rng_state():

@@ -81,7 +81,7 @@ def _features(data: TrainingData, embedder: Embedder, batch_size: int, display: 
     share_buffers(embedder, world)
     with torch.no_grad(), evaluation_mode(embedder):
         for rows in data.rows.values():
-            share = world.share(len(rows))
+            share = world.local_slice(len(rows))
             parts, remaining = [torch.empty(0, embedder.width)], len(rows[share])
             for batch in data.views(rows[share], batch_size):
                 features = extract_features(embedder, batch, data.stage)[:remaining].float().cpu()
