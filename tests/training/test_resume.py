@@ -99,6 +99,21 @@ def test_checkpoint_of_another_run_is_rejected(recipe, run, tmp_path):
         train(recipe, run.path)
 
 
+@pytest.mark.parametrize("two_stages", [False, True])
+def test_invalid_fresh_start_keeps_the_run(recipe, run, two_stages):
+    """Also if only the last part of a run rejects the recipe."""
+    out = run.path
+    if two_stages:
+        out = run.path.rename(run.path.parent / "first-stage").parent
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    changes = {"loss": {"name": "pairs/triplet", "exclusive": 1.0}}
+    invalid = recipe.override({**changes, "training.two_stages": two_stages})
+    with pytest.raises(ValueError, match="needs proxies"):
+        train(invalid, out, resume=False)
+    after = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert after == before
+
+
 # Checkpoints that are lost or damaged
 
 
