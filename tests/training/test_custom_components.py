@@ -309,7 +309,7 @@ WRONG = {
         {"data": Items(*((RGB, i // 4) for i in range(40)), (RGB, None))},
         "^item 40 of Items",
     ),
-    "a callback that is none": ({"callbacks": [3]}, "no callback: 3"),
+    "a callback that is none": ({"callbacks": [3]}, "not a callback: 3"),
     "one callback": ({"callbacks": Logs()}, "must be a list of callbacks"),
     "a class for a callback": ({"callbacks": [Logs]}, r"write Logs\(\)"),
     "a method of another name": ({"callbacks": [Misnamed()]}, "on_epoch is never called"),

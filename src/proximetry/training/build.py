@@ -78,7 +78,7 @@ def build(
     clock, world, report = Stopwatch(), context.world, context.display.message
     if recipe.training.wandb:
         import_optional("wandb", None, "training.wandb")
-    # A graph that was explicitly set has to be recorded; one that is "auto" may fail.
+    # `true` raises if the graph cannot be recorded; "auto" reports it and continues without.
     on_graph_failure = None if recipe.training.cuda_graph is True else report
     embedder, data = make_data(recipe, context)
     images = len(data.rows["train"])
@@ -156,9 +156,9 @@ def make_data(recipe: Recipe, context: RunContext) -> tuple[Embedder, TrainingDa
     if embedder is None:
         width = catalog.vectors.shape[1] if isinstance(catalog, VectorCatalog) else None
         if (width is not None) != (recipe.model.backbone in VECTOR_BACKBONES):
-            accepts, there = ("vectors", "images") if width is None else ("images", "vectors")
+            accepts, content = ("vectors", "images") if width is None else ("images", "vectors")
             raise RecipeError(
-                f"{catalog.root} contains {there}, but model.backbone {recipe.model.backbone} "
+                f"{catalog.root} contains {content}, but model.backbone {recipe.model.backbone} "
                 f"takes {accepts}. Use another model.backbone: `vectors` takes vectors."
             )
         embedder = make_embedder(
@@ -189,8 +189,8 @@ def make_embedder(
 ) -> Embedder:
     """Make the network of a recipe.
 
-    A transformer pools its tokens itself, whatever `model.pooling` is. One for vectors has no
-    pooling, and takes those of ``input_dim`` dimensions.
+    Transformers pool their tokens and ignore `model.pooling`. Networks for vectors have no pooling
+    and take vectors of ``input_dim`` dimensions.
     """
     options: dict[str, Any] = m.model_dump(exclude=_TRAINING_KEYS) | {"similarity": similarity}
     if m.backbone in VECTOR_BACKBONES:
@@ -241,7 +241,10 @@ def check_network(recipe: Recipe, embedder: Embedder) -> None:
 
 
 def fit_crop_size(recipe: Recipe, embedder: Embedder, report: Report = lambda line: None) -> Recipe:
-    """Return the recipe without its `data.crop_size` if the network takes images of one size."""
+    """Return the recipe without its `data.crop_size` if the network takes images of one size.
+
+    The recipe of the run keeps it, so that the same recipe resumes the run.
+    """
     side, size = recipe.data.crop_size, embedder.preprocessing.crop if embedder.takes_images else ()
     flattened = embedder.architecture.pooling == "flatten"
     if side is None or (side, side) == size or not size:
@@ -271,7 +274,7 @@ def make_optimizer(
             group["lr"] = o.lr * o.proxy_multiplier
     if not groups:
         raise RunError("nothing to train: the model has no parameters and the loss no proxies")
-    # One launch for all parameters on a GPU; the plain form on the CPU.
+    # One launch for all parameters on a GPU; the default on the CPU.
     fused = True if all(p.is_cuda for group in groups for p in group["params"]) else None
     shared: Any = {"weight_decay": o.weight_decay, "fused": fused}
     if o.name == "sgd":

@@ -35,12 +35,15 @@ DEFAULT_TIMEOUT = 1800
 
 
 class RankError(ConnectionError):
-    """Another rank is lost or does not answer."""
+    """Another rank is lost or does not respond."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all; ``owns_group`` if `join_processes` made the process group."""
+    """The rank of this process, the number of processes, and its device.
+
+    ``owns_group`` is set if `join_processes` made the process group.
+    """
 
     rank: int = 0
     size: int = 1
@@ -127,18 +130,16 @@ def process_group(world: World) -> Iterator[None]:
         yield
     except BaseException as raised:
         error = raised
-        lost = isinstance(raised, dist.DistError) or (
-            isinstance(raised, RuntimeError) and "gloo" in str(raised)
+        of_gloo = isinstance(raised, RuntimeError) and "gloo" in str(raised)
+        if world.size == 1 or not (of_gloo or isinstance(raised, dist.DistError)):
+            raise
+        reason = _reason(raised)
+        longer = f", with a larger {RANK_TIMEOUT} if it was busy" * ("imed out" in reason)
+        error = RankError(
+            f"lost another rank: {reason}. Check its output and run the same command again to "
+            f"resume{longer}."
         )
-        if world.size > 1 and lost:
-            reason = _reason(raised)
-            longer = f", with a larger {RANK_TIMEOUT} if it was busy" * ("imed out" in reason)
-            error = RankError(
-                f"lost another rank: {reason}. Check its output and run the same command again to "
-                f"resume{longer}."
-            )
-            raise error from raised
-        raise
+        raise error from raised
     finally:
         if world.owns_group:
             _leave_group(error)
@@ -149,7 +150,7 @@ def process_group(world: World) -> Iterator[None]:
 def preserve_torch_state(world: World, out: str | Path) -> Iterator[None]:
     """Restore torch's global state and leave the process group at the end.
 
-    Turns too little memory and a lost rank into clear errors.
+    Raises a `RunError` with remedies if memory is exhausted.
     """
     cudnn, threads = torch.backends.cudnn, torch.get_num_threads()
     flags = cudnn.deterministic, cudnn.benchmark

@@ -31,7 +31,7 @@ Phase = Literal["startup", "training", "evaluation", "other"]
 
 
 class Stopped(Exception):  # noqa: N818
-    """A run that was stopped and saved, and how to resume it."""
+    """A run was stopped and saved; the message is how to resume it."""
 
 
 @dataclass
@@ -147,8 +147,8 @@ class TrainState:
     def observe(self, value: float) -> bool:
         """Record the selection metric of an epoch; return whether it is the best so far.
 
-        Of equal epochs the last one is selected, as it was trained for longer; for the patience of
-        the schedule and of early stopping it is no improvement.
+        Of equal epochs the last one is selected, as it was trained for longer; it does not count as
+        an improvement for the patience of the schedule and of early stopping.
         """
         improved = self.best_value is None or value > self.best_value
         if improved or value == self.best_value:

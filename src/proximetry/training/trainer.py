@@ -50,9 +50,9 @@ def train(
     """Train a recipe, write everything to the folder ``out``, return the results.
 
     An interrupted run resumes from its last checkpoint; a complete one returns its results
-    immediately. Under torchrun all processes call this alike; when one of them is lost, the others
-    raise a `RankError`. All input is validated before the folder is written to, and torch's global
-    state is restored at the end. Do not train in several threads of a process at a time.
+    immediately. Under torchrun every process calls this in the same way; when one of them is lost,
+    the others raise a `RankError`. All input is validated before the folder is written to, and
+    torch's global state is restored at the end. Do not train in several threads at a time.
 
     Args:
         recipe: the recipe, from `Recipe.load`.
@@ -98,7 +98,7 @@ def _train_run(
     trackers = Trackers()
     with ExitStack() as stack:
         stack.callback(folder.release)
-        if on_main(folder.lock.exists):  # of an existing run: before hours of decoding
+        if on_main(folder.lock.exists):  # lock an existing run before hours of decoding
             on_main(acquire)
         recipe, saved = on_main(lambda: folder.resolve(recipe, context.resume))
         if saved is not None:
@@ -234,7 +234,7 @@ def _complete_results(
 def check_rows(saved: SavedRun, recipe: Recipe, catalog: Catalog) -> None:
     """Reject a catalog with other rows than those of the saved run."""
     if recipe.data.bad_images == "skip" or saved.checkpoint is None:
-        return  # which images were skipped is not known before they are read
+        return  # images to skip are unknown before they are read
     before, now = saved.checkpoint["images"], fingerprint(catalog)
     if before["rows"] != now["rows"]:
         check_same_images(saved.path, before, now)
