@@ -56,10 +56,11 @@ def fail(error):
     raise error
 
 
-def killed_at(step, recipe, folder):
+def killed_at(step, recipe, folder, callbacks=(), **options):
     """Train until after a step, and no further."""
+    kill = OnStep(step, lambda: fail(SystemError("killed")))
     with pytest.raises(SystemError):
-        train(recipe, folder, callbacks=[OnStep(step, lambda: fail(SystemError("killed")))])
+        train(recipe, folder, callbacks=[*callbacks, kill], **options)
 
 
 def observed(monkeypatch, values):

@@ -207,25 +207,14 @@ def forge(path, change):
     path.write_bytes(with_checksum(save(load_file(path), {"proximetry": json.dumps(header)})))
 
 
-FORGED = {
-    "not a checkpoint of": ["state", "rates", "seconds", "scaler", "recipe", "images"],
-    "format 99": [99],
-}
-
-
-@pytest.mark.parametrize(
-    ("message", "change"), [(message, one) for message in FORGED for one in FORGED[message]]
-)
-def test_forged_checkpoint_is_rejected(recipe, run, message, change):
-    def forge_header(header):
-        if isinstance(change, str):
-            del header["state"][change]
-        else:
-            header["format"] = change
-
+@pytest.mark.parametrize("key", ["state", "rates", "seconds", "scaler", "recipe", "images"])
+def test_checkpoint_of_another_version_is_rejected(recipe, run, key):
     run.best.unlink()
-    forge(run.last, forge_header)
-    with pytest.raises(CheckpointError, match=rf"last.safetensors .*{message}.*--fresh"):
+    forge(run.last, lambda header: header["state"].pop(key))
+    with pytest.raises(CheckpointError, match=r"last.safetensors .*not a checkpoint of.*--fresh"):
+        train(recipe, run.path)
+    forge(run.last, lambda header: header.update(format=99))
+    with pytest.raises(CheckpointError, match=r"last.safetensors .*format 99.*--fresh"):
         train(recipe, run.path)
 
 

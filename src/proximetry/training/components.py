@@ -102,7 +102,8 @@ def _as_module(loss: Any) -> nn.Module:
 
 def _settings(loss: nn.Module) -> dict[str, Any]:
     """Return the numbers and strings of its constructor that are attributes of the same name."""
-    values = {name: getattr(loss, name, None) for name in inspect.signature(type(loss)).parameters}
+    names = inspect.signature(type(loss)).parameters
+    values: dict[str, Any] = {name: getattr(loss, name, None) for name in names}
     # Numbers that a recipe can hold; not NaN.
     return {
         name: value

@@ -149,10 +149,12 @@ class Updater:
         self._training_network = TrainingNetwork(embedder, recipe, world.device, stage)
         self.graph, self._on_graph_failure = graph, on_graph_failure
         self._frozen: bool | None = None
-        self._buffers: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        self._buffers: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         if self.average is not None:
-            for pair in zip(self.average.buffers(), embedder.buffers(), strict=True):
-                self._buffers.setdefault(pair[0].dtype, []).append(pair)
+            for average, buffer in zip(self.average.buffers(), embedder.buffers(), strict=True):
+                averages, buffers = self._buffers.setdefault(buffer.dtype, ([], []))
+                averages.append(average)
+                buffers.append(buffer)
         self.freeze_backbone(recipe.schedule.freeze_backbone_epochs > 0)  # as in the first epoch
 
     def freeze_backbone(self, frozen: bool) -> bool:
@@ -166,10 +168,10 @@ class Updater:
         for parameter in parts["backbone"]:
             parameter.requires_grad_(not frozen)
         # Listing tensors at every step would take longer than updating a small network.
-        self._trained = [p for p in self.embedder.parameters() if p.requires_grad]
+        self._trained: list[Tensor] = [p for p in self.embedder.parameters() if p.requires_grad]
         if self.average is not None:
             pairs = zip(self.average.parameters(), self.embedder.parameters(), strict=True)
-            self._averages = [average for average, p in pairs if p.requires_grad]
+            self._averages: list[Tensor] = [average for average, p in pairs if p.requires_grad]
         # CUDA graphs and DistributedDataParallel depend on which parameters are trained.
         self.network: nn.Module = self._training_network
         if self.graph:
@@ -194,8 +196,8 @@ class Updater:
             with torch.no_grad():
                 # One launch, as in torch's EMA.
                 torch._foreach_lerp_(self._averages, self._trained, 1 - decay)
-                for pairs in self._buffers.values():
-                    torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+                for averages, buffers in self._buffers.values():
+                    torch._foreach_copy_(averages, buffers)
         return loss
 
     def backward(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
