@@ -18,15 +18,7 @@ from safetensors.torch import load_file
 from proximetry._util import files
 from proximetry.losses import LOSSES
 from proximetry.models import Embedder
-from proximetry.training import (
-    Callback,
-    Recipe,
-    RunError,
-    RunFolder,
-    Stopped,
-    run_folder,
-    train,
-)
+from proximetry.training import Callback, Recipe, RunError, RunFolder, Stopped, run_folder, train
 from proximetry.training.checkpoint import load_checkpoint, save_checkpoint
 from proximetry.training.dry_run import dry_run
 from proximetry.training.evaluator import Evaluator
@@ -95,22 +87,6 @@ def test_watch_test_does_not_change_training(images, cache, tmp_path):
     train(with_(base, "evaluation", watch_test=False), tmp_path / "blind")
     watched, blind = tensors(tmp_path / "watched"), tensors(tmp_path / "blind")
     assert all(torch.equal(watched[key], blind[key]) for key in watched)
-
-
-def test_seconds_of_training_and_startup(recipe, tmp_path):
-    phases = []
-
-    class Watch(Callback):
-        def on_step_end(self, run, loss):
-            phases.append(run.clock.phase)
-
-    recipe = with_(recipe, "schedule", freeze_backbone_epochs=1)  # so there are two beginnings
-    results = train(recipe, tmp_path / "run", callbacks=[Watch()])
-    seconds = [line["seconds"] for line in RunFolder(tmp_path / "run").history()]
-    assert seconds == sorted(seconds)
-    assert results["seconds"] == seconds[-1]
-    assert results["startup_seconds"] > 0
-    assert set(phases) == {"training"}
 
 
 def test_checkpoint_epochs(recipe, tmp_path):
