@@ -25,7 +25,7 @@ from proximetry.metrics import Metrics, evaluate
 from proximetry.recipe.schema import Recipe
 from proximetry.training.build import RunContext, build
 from proximetry.training.distributed import join_processes
-from proximetry.training.loop import Run
+from proximetry.training.run import Run
 from proximetry.training.run_folder import RunFolder
 
 

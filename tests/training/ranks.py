@@ -30,7 +30,7 @@ except Exception as error:
 # What happens to one rank: in the setup, within a step, between two steps, or in an evaluation.
 HAPPENS = """
 import os, signal
-from proximetry.training import build, evaluator, loop, step
+from proximetry.training import build, evaluator, run, updater
 
 def happens(owner, name, number):
     before, seen = getattr(owner, name), []
@@ -44,8 +44,8 @@ def happens(owner, name, number):
 happens({owner}, {number})
 """
 SETUP = 'build, "open_catalog"'
-MIDST = 'step, "average_gradients"'
-EPOCH = 'loop.Run, "select"'
+MIDST = 'updater, "average_gradients"'
+EPOCH = 'run.Run, "select"'
 EVALUATION = 'evaluator, "score_queries"'
 FREEZE = "os.kill(os.getpid(), signal.SIGSTOP)"
 DIE = "os.kill(os.getpid(), signal.SIGKILL)"

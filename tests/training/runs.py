@@ -5,8 +5,9 @@ import torch
 from safetensors.torch import load_file
 
 from proximetry.training import Callback, RunFolder, train
-from proximetry.training.checkpoint import TrainState, load_checkpoint
+from proximetry.training.checkpoint import load_checkpoint
 from proximetry.training.reporting import PlainDisplay
+from proximetry.training.run import TrainState
 
 
 def tensors(folder, name="last"):
@@ -55,10 +56,11 @@ def fail(error):
     raise error
 
 
-def killed_at(step, recipe, folder):
+def killed_at(step, recipe, folder, callbacks=(), **options):
     """Train until after a step, and no further."""
+    kill = OnStep(step, lambda: fail(SystemError("killed")))
     with pytest.raises(SystemError):
-        train(recipe, folder, callbacks=[OnStep(step, lambda: fail(SystemError("killed")))])
+        train(recipe, folder, callbacks=[*callbacks, kill], **options)
 
 
 def observed(monkeypatch, values):

@@ -134,9 +134,8 @@ def own_run(images, tiny, out, **others):
 def test_custom_components_resume_bit_exact(images, tiny, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     results = own_run(images, tiny, whole)
-    killing = [OnStep(4, lambda: fail(SystemError("killed")))]
     with pytest.raises(SystemError):
-        own_run(images, tiny, cut, callbacks=killing)
+        own_run(images, tiny, cut, callbacks=[OnStep(4, lambda: fail(SystemError("killed")))])
     own_run(images, tiny, cut)
     assert_same_run(whole, cut)
     recipe = RunFolder(whole).read_recipe()
@@ -160,8 +159,6 @@ def test_custom_components_resume_bit_exact(images, tiny, tmp_path):
 
 
 def test_custom_components_are_not_modified(images, tiny, tmp_path):
-    embedder, loss = Embedder.wrap(Net(), PIXELS, 8), Centers(9, 8)
-    before = [value.clone() for value in (*embedder.parameters(), *loss.parameters())]
     rates = {}
 
     class Look:
@@ -170,7 +167,7 @@ def test_custom_components_are_not_modified(images, tiny, tmp_path):
 
     split = {"train": Images(images), "test": Subset(Images(images), range(8))}
     changes = {"training.epochs": 1, "evaluation.protocol": "last"}
-    loss = Centers(12, 8)
+    embedder, loss = Embedder.wrap(Net(), PIXELS, 8), Centers(12, 8)
     before = [value.clone() for value in (*embedder.parameters(), *loss.parameters())]
     results = train(
         tiny.override(changes),
@@ -309,7 +306,7 @@ WRONG = {
         {"data": Items(*((RGB, i // 4) for i in range(40)), (RGB, None))},
         "^item 40 of Items",
     ),
-    "a callback that is none": ({"callbacks": [3]}, "no callback: 3"),
+    "a callback that is none": ({"callbacks": [3]}, "not a callback: 3"),
     "one callback": ({"callbacks": Logs()}, "must be a list of callbacks"),
     "a class for a callback": ({"callbacks": [Logs]}, r"write Logs\(\)"),
     "a method of another name": ({"callbacks": [Misnamed()]}, "on_epoch is never called"),

@@ -171,9 +171,17 @@ def test_ranks_share_a_batch_evenly(recipe):
         make_sampler(recipe, np.arange(8), World(size=3))
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_ranks_share_all_rows(size):
+    for total in (0, 1, 2, 8, 10, 36):
+        parts = [range(total)[World(rank=r, size=size).local_slice(total)] for r in range(size)]
+        assert [row for part in parts for row in part] == list(range(total))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
 def test_ranks_that_read_different_images_stop(recipe, monkeypatch):
     class Rank(World):
-        def first(self, task):
+        def on_main(self, task):
             return task()
 
     def gather(found, own):

@@ -7,20 +7,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.nn import functional as F
 
 from proximetry import metrics
 from proximetry.data import open_dataset
 from proximetry.models import Embedder
 from proximetry.models.pca import moments_of_few
 from proximetry.recipe.loading import shipped_recipes
-from proximetry.training import (
-    Recipe,
-    RunError,
-    RunFolder,
-    evaluator,
-    train,
-)
+from proximetry.training import Recipe, RunError, RunFolder, evaluator, train
 from proximetry.training.evaluator import Evaluator, evaluate_embedder
 from proximetry.training.metrics_table import WITH_DISTRACTORS, metrics_table
 from proximetry.training.reporting import describe_epoch
@@ -247,29 +240,6 @@ def test_train_and_evaluate_agree_on_difficult_data(difficult, cache, tmp_path, 
     held_out = results["selected"]["held_out"]
     assert found == {name: held_out[name] for name in found}
     assert found["queries"] == len(rows) == 4 * len(unseen) > 0
-
-
-def test_flip_tta_in_evaluation(reduced, tmp_path):
-    results = train(with_(reduced, "model", flip_tta=True), tmp_path / "run", device="cpu")
-    vectors, found = by_hand(tmp_path / "run", reduced)
-    assert Embedder.load(tmp_path / "run" / "embedder").architecture.flip_tta
-    scores = results["last"]["test"]
-    assert {key: scores[key] for key in found} == found
-    assert F.normalize(vectors, dim=1).allclose(vectors, atol=1e-5)
-    plain = train(reduced, tmp_path / "plain", device="cpu")["last"]["test"]
-    assert plain != scores
-
-
-def test_table_has_a_line_per_eval_dim():
-    dims = {"64": {"recall@1": 0.25}, "8": {"recall@1": 0.125}}
-    rows = {"test": {"recall@1": 0.5, "queries": 9.0, "dims": dims}}
-    lines = [line.split() for line in metrics_table(rows).splitlines()]
-    assert lines == [
-        ["recall@1"],
-        ["test", "50.0"],
-        ["first", "64", "dimensions", "25.0"],
-        ["first", "8", "dimensions", "12.5"],
-    ]
 
 
 def with_distractors(folder, recipe, *, skip=1):

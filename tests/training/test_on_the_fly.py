@@ -74,7 +74,7 @@ def test_ranks_decode_only_their_part(recipe, monkeypatch):
 
     monkeypatch.setattr(loader.ImageLoader, "batches", note)
     whole = [pixels for pixels, _ in make_data(recipe).batches(0, 0)]
-    monkeypatch.setattr("proximetry.training.distributed.World.first", lambda self, task: task())
+    monkeypatch.setattr("proximetry.training.distributed.World.on_main", lambda self, task: task())
     none = with_(recipe, "data", cache="none")
     parts = [make_data(none, rank=rank, size=2) for rank in (0, 1)]
     shared = zip(*(part.batches(0, 0) for part in parts), strict=True)

@@ -15,7 +15,7 @@ from proximetry.metrics import Metrics
 from proximetry.models import Embedder
 from proximetry.training import train
 from proximetry.training.evaluator import evaluate_embedder, means, score_queries
-from proximetry.training.query_gallery_split import (
+from proximetry.training.query_gallery import (
     check_comparison,
     evaluation_arguments,
     with_needed_roles,

@@ -9,7 +9,7 @@ from PIL import Image
 from proximetry.losses import AngularCenterLoss, ExclusiveRegularizer
 from proximetry.recipe.schema import LossConfig
 from proximetry.training import Callback, Recipe, RecipeError, shipped_recipes, train
-from proximetry.training.step import Objective
+from proximetry.training.updater import Objective
 
 RECIPES = [name for name in shipped_recipes() if name.startswith("regularface/")]
 

@@ -60,7 +60,12 @@ def test_rows_without_values_are_skipped():
     assert sorted(there) == [(False, False), (True, True)]
 
 
-def test_missing_metric_is_a_dash():
-    rows = {"untrained": {"recall@1": 0.25}, "trained": {"recall@1": 0.5, "map@r": 0.125}}
-    lines = [line.split() for line in metrics_table(rows).splitlines()]
-    assert lines == [["recall@1", "map@r"], ["untrained", "25.0", "–"], ["trained", "50.0", "12.5"]]
+def test_missing_metric_is_a_dash_and_eval_dims_have_lines():
+    trained = {"recall@1": 0.5, "map@r": 0.125, "dims": {"8": {"recall@1": 0.25}}}
+    table = metrics_table({"untrained": {"recall@1": 0.25}, "trained": trained})
+    assert [line.split() for line in table.splitlines()] == [
+        ["recall@1", "map@r"],
+        ["untrained", "25.0", "–"],
+        ["trained", "50.0", "12.5"],
+        ["first", "8", "dimensions", "25.0", "–"],
+    ]

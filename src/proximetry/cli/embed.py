@@ -68,11 +68,11 @@ def embed(
         raise UsageError(f"no images in {', '.join(images) or 'the arguments'}. Pass some.")
     paths = [path for path, _ in files]
     bad: dict[int, str] = {}
-    with processes(device) as world, progress_bar("embedding", enabled=world.leads) as report:
+    with processes(device) as world, progress_bar("embedding", enabled=world.is_main) as report:
         vectors = _embed_vectors(embedder, images, batch_size, flip, str(world.device))
         if vectors is None:
             vectors, bad = _embed_files(world, embedder, paths, batch_size, flip, skip, report)
-    if not world.leads:
+    if not world.is_main:
         return
     if not len(vectors):
         raise ValueError(f"none of the {len(files)} images can be read: {bad[0]}")

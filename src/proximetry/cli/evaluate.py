@@ -92,7 +92,7 @@ def evaluate(
     import torch  # takes seconds: wrong paths are reported before
 
     from proximetry.cli.search_methods import make_rows
-    from proximetry.training import evaluator, query_gallery_split
+    from proximetry.training import evaluator, query_gallery
 
     model = None if source is None else load_embedder(embedder, device)
     if model is not None and similarity is not None:
@@ -106,14 +106,14 @@ def evaluate(
         raise UsageError(f"--expand requires cosine similarity, got {similarity}. Omit --expand.")
     skip, skipped = bad_images == "skip", list[str]()
     catalog: Any = open_images(name, path, columns, skip)  # without an embedder, of vectors
-    catalog, split_name = query_gallery_split.choose_split(catalog, split, data)
+    catalog, split_name = query_gallery.choose_split(catalog, split, data)
     dim = catalog.vectors.shape[1] if model is None else model.dim
     eval_dims = saved.eval_dims if eval_dims is None else eval_dims
     if eval_dims and max(eval_dims) >= dim:
         raise UsageError(
             f"--eval-dims must be less than the embedding's {dim} dimensions, got {max(eval_dims)}"
         )
-    notes = query_gallery_split.check_comparison(catalog, metrics)
+    notes = query_gallery.check_comparison(catalog, metrics)
     with progress_bar("evaluating") as report, skip_hint():
         if model is None:
             vectors = torch.from_numpy(catalog.vectors)
@@ -121,17 +121,17 @@ def evaluate(
             vectors, catalog, skipped = evaluator.encode_readable(
                 model, catalog, batch_size, report
             )
-            notes = query_gallery_split.check_comparison(catalog, metrics)
+            notes = query_gallery.check_comparison(catalog, metrics)
         else:
             vectors = evaluator.encode_catalog(model, catalog, batch_size, report)
         if model is not None:
             notes += evaluator.leakage_warnings(model, catalog)
         codes = model is not None and model.architecture.binary
-        compared = query_gallery_split.with_needed_roles(catalog)
+        compared = query_gallery.with_needed_roles(catalog)
         scored = evaluator.score_queries(
             vectors, compared, similarity, metrics, eval_dims, binary=codes, progress=report
         )
-        arguments = query_gallery_split.evaluation_arguments(vectors, compared, similarity)
+        arguments = query_gallery.evaluation_arguments(vectors, compared, similarity)
         rows = make_rows(
             next(iter(scored.values())),
             arguments,

@@ -85,7 +85,7 @@ class ProtocolOptions:
 
         from proximetry.faces import open_embedder
 
-        with processes(self.device) as world, progress_bar(title, enabled=world.leads) as report:
+        with processes(self.device) as world, progress_bar(title, enabled=world.is_main) as report:
             result = work(
                 open_embedder(embedder, self.input, world.device),
                 inputs,
@@ -94,7 +94,7 @@ class ProtocolOptions:
                 progress=report,
                 group=dist.group.WORLD if world.size > 1 else None,
             )
-        return result if world.leads else None
+        return result if world.is_main else None
 
 
 Options = Annotated[ProtocolOptions, Parameter(name="*")]

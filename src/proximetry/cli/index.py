@@ -51,7 +51,7 @@ def index(
 
     with processes(device) as world:
         device = str(world.device) if world.size > 1 else device
-        if not world.leads:
+        if not world.is_main:
             worker_loop(lambda: load_image_embedder(model or Path(gallery) / EMBEDDER, device))
             return
         with distributed_workers() if world.size > 1 else nullcontext():

@@ -26,7 +26,7 @@ from proximetry.metrics.scores import COUNTS
 from proximetry.models import Embedder
 from proximetry.reports.run_record import RunRecord
 from proximetry.training.evaluator import encode_readable, leakage_warnings, means, score_queries
-from proximetry.training.query_gallery_split import (
+from proximetry.training.query_gallery import (
     check_comparison,
     choose_split,
     evaluation_arguments,

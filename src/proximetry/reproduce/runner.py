@@ -34,7 +34,7 @@ from proximetry.reproduce.table import (
     Table,
 )
 from proximetry.training.evaluator import evaluate_embedder
-from proximetry.training.loop import FOLLOW_PARENT, Stopped
+from proximetry.training.run import FOLLOW_PARENT, Stopped
 from proximetry.training.run_folder import RunFolder
 from proximetry.training.sources.base import split_rows
 

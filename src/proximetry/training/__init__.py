@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from proximetry.training.callbacks import Callback
     from proximetry.training.distributed import RankError
     from proximetry.training.evaluator import evaluate_embedder
-    from proximetry.training.loop import Stopped
+    from proximetry.training.run import Stopped
     from proximetry.training.run_folder import RunError, RunFolder
     from proximetry.training.trainer import train
 
@@ -43,7 +43,7 @@ __getattr__ = lazy_exports(
         "callbacks": ("Callback",),
         "evaluator": ("evaluate_embedder",),
         "distributed": ("RankError",),
-        "loop": ("Stopped",),
+        "run": ("Stopped",),
         "trainer": ("train",),
         "run_folder": ("RunError", "RunFolder"),
     },

@@ -28,19 +28,19 @@ from proximetry.models.lora import add_lora
 from proximetry.recipe.auto import choose
 from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe
-from proximetry.training.checkpoint import RunError, TrainState
+from proximetry.training.checkpoint import RunError
 from proximetry.training.components import Components
 from proximetry.training.distributed import World, device_facts
 from proximetry.training.evaluator import Evaluator, check_input
-from proximetry.training.loop import Run, Stopwatch
 from proximetry.training.reporting import Display
+from proximetry.training.run import Run, Stopwatch, TrainState
 from proximetry.training.run_folder import RunFolder
 from proximetry.training.schedule import LearningRates
 from proximetry.training.sources.base import TrainingData, open_catalog
 from proximetry.training.sources.image_data import ImageData
 from proximetry.training.sources.torch_dataset import TorchDatasetData, TorchDatasets
 from proximetry.training.sources.vector_data import CachedFeatures, VectorData
-from proximetry.training.step import Objective, Updater
+from proximetry.training.updater import Objective, Updater
 
 Report = Callable[[str], None]
 
@@ -78,11 +78,11 @@ def build(
     clock, world, report = Stopwatch(), context.world, context.display.message
     if recipe.training.wandb:
         import_optional("wandb", None, "training.wandb")
-    # A graph that was explicitly set has to be recorded; one that is "auto" may fail.
+    # `true` raises if the graph cannot be recorded; "auto" reports it and continues without.
     on_graph_failure = None if recipe.training.cuda_graph is True else report
     embedder, data = make_data(recipe, context)
     images = len(data.rows["train"])
-    storage = world.first(lambda: data.storage)
+    storage = world.on_main(lambda: data.storage)
     recipe, choices = choose(
         recipe, device_facts(world), images=images, storage=storage, origin=data.origin
     )
@@ -156,9 +156,9 @@ def make_data(recipe: Recipe, context: RunContext) -> tuple[Embedder, TrainingDa
     if embedder is None:
         width = catalog.vectors.shape[1] if isinstance(catalog, VectorCatalog) else None
         if (width is not None) != (recipe.model.backbone in VECTOR_BACKBONES):
-            accepts, there = ("vectors", "images") if width is None else ("images", "vectors")
+            accepts, content = ("vectors", "images") if width is None else ("images", "vectors")
             raise RecipeError(
-                f"{catalog.root} contains {there}, but model.backbone {recipe.model.backbone} "
+                f"{catalog.root} contains {content}, but model.backbone {recipe.model.backbone} "
                 f"takes {accepts}. Use another model.backbone: `vectors` takes vectors."
             )
         embedder = make_embedder(
@@ -189,8 +189,8 @@ def make_embedder(
 ) -> Embedder:
     """Make the network of a recipe.
 
-    A transformer pools its tokens itself, whatever `model.pooling` is. One for vectors has no
-    pooling, and takes those of ``input_dim`` dimensions.
+    Transformers pool their tokens and ignore `model.pooling`. Networks for vectors have no pooling
+    and take vectors of ``input_dim`` dimensions.
     """
     options: dict[str, Any] = m.model_dump(exclude=_TRAINING_KEYS) | {"similarity": similarity}
     if m.backbone in VECTOR_BACKBONES:
@@ -241,7 +241,10 @@ def check_network(recipe: Recipe, embedder: Embedder) -> None:
 
 
 def fit_crop_size(recipe: Recipe, embedder: Embedder, report: Report = lambda line: None) -> Recipe:
-    """Return the recipe without its `data.crop_size` if the network takes images of one size."""
+    """Return the recipe without its `data.crop_size` if the network takes images of one size.
+
+    The recipe of the run keeps it, so that the same recipe resumes the run.
+    """
     side, size = recipe.data.crop_size, embedder.preprocessing.crop if embedder.takes_images else ()
     flattened = embedder.architecture.pooling == "flatten"
     if side is None or (side, side) == size or not size:
@@ -271,7 +274,7 @@ def make_optimizer(
             group["lr"] = o.lr * o.proxy_multiplier
     if not groups:
         raise RunError("nothing to train: the model has no parameters and the loss no proxies")
-    # One launch for all parameters on a GPU; the plain form on the CPU.
+    # One launch for all parameters on a GPU; the default on the CPU.
     fused = True if all(p.is_cuda for group in groups for p in group["params"]) else None
     shared: Any = {"weight_decay": o.weight_decay, "fused": fused}
     if o.name == "sgd":

@@ -9,7 +9,7 @@ from proximetry._util.formatting import format_value
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from proximetry.training.loop import Run
+    from proximetry.training.run import Run
 
 
 class Callback:
@@ -56,7 +56,7 @@ def check_callbacks(callbacks: object) -> list[Any]:
         methods = [method for method in dir(callback) if method.startswith("on_")]
         if not methods:
             raise TypeError(
-                f"no callback: {format_value(callback)}. It has none of {', '.join(EVENTS)}"
+                f"not a callback: {format_value(callback)}. It has none of {', '.join(EVENTS)}"
             )
         for method in methods:
             if method not in EVENTS:

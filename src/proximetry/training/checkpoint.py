@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,89 +33,32 @@ from proximetry.recipe.loading import differences
 from proximetry.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from proximetry.training.loop import Run
+    from proximetry.training.run import Run
 
 FORMAT = 2
 
 
 class RunError(ValueError):
-    """A run that cannot start or be resumed, and why."""
+    """A run cannot start or be resumed."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint that cannot be used, and why."""
+    """A checkpoint cannot be used."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(f"{path} {problem}. Put {path} back, or start over with --fresh.")
 
 
-@dataclass
-class TrainState:
-    """Counters of the loop and the epoch selected so far.
-
-    Attributes:
-        loss_sum: sum of the losses of the current epoch, on the device.
-        bad_step: the first step whose loss was not finite, on the device; -1 for none.
-        epoch: complete epochs.
-        batch: steps of the current epoch.
-        step: steps of the run.
-        best_epoch: the selected epoch so far.
-        best_value: its selection metric.
-        stale: evaluations since the last improvement.
-        finished: ``training.epochs`` of the recipe when a callback ended the run, if one did.
-        lines: the lines of metrics.jsonl, which a resumed run writes again.
-    """
-
-    loss_sum: Tensor
-    bad_step: Tensor
-    epoch: int = 0
-    batch: int = 0
-    step: int = 0
-    best_epoch: int | None = None
-    best_value: float | None = None
-    stale: int = 0
-    finished: int | None = None
-    lines: list[dict[str, Any]] = field(default_factory=list)
-
-    def advance(self, loss: Tensor) -> None:
-        """Count a step and its loss, without waiting for the device."""
-        self.loss_sum += loss
-        first_bad = (self.bad_step < 0) & ~torch.isfinite(loss)
-        self.bad_step = torch.where(first_bad, self.step, self.bad_step)
-        self.batch += 1
-        self.step += 1
-
-    def end_epoch(self, batches: int) -> dict[str, Any]:
-        """Count an epoch of this number of batches; return epoch, step and mean loss."""
-        self.epoch += 1
-        self.batch = 0
-        mean = self.loss_sum.item() / batches
-        self.loss_sum.zero_()
-        return {"epoch": self.epoch, "step": self.step, "loss": mean}
-
-    def observe(self, value: float) -> bool:
-        """Record the selection metric of an epoch; return whether it is the best so far.
-
-        Of equal epochs the last one is selected, as it was trained for longer; for the patience of
-        the schedule and of early stopping it is no improvement.
-        """
-        improved = self.best_value is None or value > self.best_value
-        if improved or value == self.best_value:
-            self.best_epoch, self.best_value = self.epoch, value
-        self.stale = 0 if improved else self.stale + 1
-        return improved
-
-
 def save_state(run: Run) -> None:
     """Write the last checkpoint; raise if a loss or a weight is not finite."""
     run.check_finite(weights=True)
-    if not run.world.leads:
+    if not run.world.is_main:
         return
     state = {
         name: value.item() if isinstance(value, Tensor) else value
         for name, value in vars(run.state).items()
     }
-    plain = {
+    values = {
         "state": state,
         "rates": {"stale": run.rates.stale, "drops": run.rates.drops},
         "seconds": run.clock.so_far(),
@@ -123,69 +66,67 @@ def save_state(run: Run) -> None:
         "recipe": run.recipe.to_dict(),
         "images": run.data.fingerprint,
     }
-    save_checkpoint(run.folder.last, run.modules(), run.updater.optimizer, plain)
+    save_checkpoint(run.folder.last, run.modules(), run.updater.optimizer, values)
 
 
 def link_checkpoints(run: Run) -> None:
     """Hard-link the last checkpoint as ``best`` and as a kept epoch, where it is one of these."""
     folder, state = run.folder, run.state
-    if not run.world.leads or state.batch or not state.epoch:
+    if not run.world.is_main or state.batch or not state.epoch:
         return
-    if state.best_epoch == state.epoch:
-        link_checkpoint(folder.last, folder.best)
+    targets = [folder.best] if state.best_epoch == state.epoch else []
     if run.keeps_checkpoint():
-        link_checkpoint(folder.last, folder.of_epoch(state.epoch))
+        targets.append(folder.of_epoch(state.epoch))
+    for target in targets:
+        with atomic_path(target) as part:
+            try:
+                os.link(folder.last, part)
+            except OSError:  # the file system has no hard links
+                shutil.copyfile(folder.last, part)
 
 
 def restore_state(run: Run) -> None:
     """Resume from the last checkpoint."""
     path = run.folder.last
     try:
-        plain = load_checkpoint(
-            path, run.modules(), run.updater.optimizer, lambda plain: _check_same(path, plain, run)
-        )
-        for name, value in plain["state"].items():
+        check = partial(_check_same, path, run)
+        values = load_checkpoint(path, run.modules(), run.updater.optimizer, check)
+        for name, value in values["state"].items():
             current = getattr(run.state, name)
             if isinstance(current, Tensor):
                 current.fill_(value)
             else:
                 setattr(run.state, name, value)
-        vars(run.rates).update(plain["rates"])
-        for phase, seconds in plain["seconds"].items():
+        vars(run.rates).update(values["rates"])
+        for phase, seconds in values["seconds"].items():
             run.clock.seconds[phase] += seconds
-        if plain["scaler"]:
-            run.updater.scaler.load_state_dict(plain["scaler"])
+        if values["scaler"]:
+            run.updater.scaler.load_state_dict(values["scaler"])
     except (LookupError, AttributeError, TypeError) as error:
-        raise CheckpointError(path, f"is no checkpoint of this version ({error!r})") from error
+        raise CheckpointError(path, f"is not a checkpoint of this version ({error!r})") from error
 
 
 def restore_best(run: Run) -> None:
     """Load the weights of the selected epoch."""
     path, best = run.folder.best, run.state.best_epoch
 
-    def check(plain: dict[str, Any]) -> None:
-        _check_same(path, plain, run)
-        epoch, batch = plain["state"]["epoch"], plain["state"]["batch"]
+    def check(values: dict[str, Any]) -> None:
+        _check_same(path, run, values)
+        epoch, batch = values["state"]["epoch"], values["state"]["batch"]
         if (epoch, batch) != (best, 0):
             raise CheckpointError(path, f"is not of the selected epoch {best}, but of {epoch}")
 
     load_checkpoint(path, run.modules(), check=check)
 
 
-def _check_same(path: Path, plain: dict[str, Any], run: Run) -> None:
-    """Reject a checkpoint of another recipe or other images, or with impossible counters."""
+def _check_same(path: Path, run: Run, values: dict[str, Any]) -> None:
+    """Reject a checkpoint of another recipe or other images."""
     changed = differences(
-        Recipe.load(plain["recipe"]).computation_keys(), run.recipe.computation_keys()
+        Recipe.load(values["recipe"]).computation_keys(), run.recipe.computation_keys()
     )
     if changed:
         raise CheckpointError(path, f"is of a run with another recipe: {', '.join(changed)}")
-    check_same_images(run.folder.path, plain["images"], run.data.fingerprint)
-    epoch, batch, step = (plain["state"][name] for name in ("epoch", "batch", "step"))
-    length = len(run.data.sampler)
-    if not 0 <= batch <= length or step != epoch * length + batch:
-        raise CheckpointError(
-            path, f"is damaged: step {step} is not batch {batch} of {length} in epoch {epoch}"
-        )
+    check_same_images(run.folder.path, values["images"], run.data.fingerprint)
 
 
 def check_same_images(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -193,8 +134,8 @@ def check_same_images(folder: Path, before: Mapping[str, Any], now: Mapping[str,
 
     Files that were moved or renamed are the same if their contents are.
     """
-    known = None not in (before["contents"], now["contents"])
-    if all(before[key] == now[key] for key in ("rows", "contents" if known else "paths")):
+    files = "paths" if None in (before["contents"], now["contents"]) else "contents"
+    if all(before[key] == now[key] for key in ("rows", files)):
         return
     changes = [
         f"{title} {name}: {now[key].get(name, 0)} images instead of {before[key].get(name, 0)}"
@@ -214,7 +155,7 @@ def check_same_images(folder: Path, before: Mapping[str, Any], now: Mapping[str,
 def save_checkpoint(
     path: Path, modules: dict[str, nn.Module], optimizer: Optimizer, state: dict[str, Any]
 ) -> None:
-    """Write modules, optimizer and plain state to a file."""
+    """Write modules, optimizer and the plain values of the state to a file."""
     saved = optimizer.state_dict()
     parts = {part: module.state_dict() for part, module in modules.items()}
     parts |= {f"optimizer.{index}": values for index, values in saved["state"].items()}
@@ -232,24 +173,15 @@ def save_checkpoint(
     atomic_write(path, with_checksum(save(tensors, {"proximetry": json.dumps(header)})))
 
 
-def link_checkpoint(source: Path, target: Path) -> None:
-    """Hard-link a checkpoint; copy it where the file system has no hard links."""
-    with atomic_path(target) as part:
-        try:
-            os.link(source, part)
-        except OSError:
-            shutil.copyfile(source, part)
-
-
 def load_checkpoint(
     path: Path,
     modules: dict[str, nn.Module],
     optimizer: Optimizer | None = None,
     check: Callable[[dict[str, Any]], None] = lambda state: None,
 ) -> dict[str, Any]:
-    """Load modules and, if given, the optimizer; return the plain state.
+    """Load modules and, if passed, the optimizer; return the plain values of the state.
 
-    ``check`` may reject the state before anything is changed.
+    ``check`` may reject the values before anything is changed.
     """
     header, content = read_header(path)
     check(header["state"])
@@ -278,23 +210,23 @@ def load_checkpoint(
 
 
 def read_part(path: Path, part: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the plain state of a checkpoint, and the tensors of one of its modules by name."""
+    """Return the plain values of a checkpoint, and the tensors of one of its modules by name."""
     header, content = read_header(path)
     return header["state"], _part(load(content), part)
 
 
 def _part(tensors: dict[str, Tensor], part: str) -> dict[str, Tensor]:
     prefix = f"{part}."
-    return {key[len(prefix) :]: one for key, one in tensors.items() if key.startswith(prefix)}
+    return {key[len(prefix) :]: tensors[key] for key in tensors if key.startswith(prefix)}
 
 
-def read_header(path: Path, *, whole: bool = True) -> tuple[dict[str, Any], bytes]:
-    """Return the header of a checkpoint and, if ``whole``, all bytes with a valid checksum."""
+def read_header(path: Path, *, verify: bool = True) -> tuple[dict[str, Any], bytes]:
+    """Return the header of a checkpoint and, with ``verify``, all bytes if the checksum matches."""
     try:
         with path.open("rb") as file:
             content = file.read(8)
             size = min(int.from_bytes(content, "little"), path.stat().st_size)
-            content += file.read(-1 if whole else size)
+            content += file.read(-1 if verify else size)
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error.strerror}") from error
     try:
@@ -302,9 +234,9 @@ def read_header(path: Path, *, whole: bool = True) -> tuple[dict[str, Any], byte
         header: dict[str, Any] = parse_json(text)
         version, _ = header["format"], header["state"]
     except (ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(path, "is damaged, or no checkpoint of Proximetry") from error
+        raise CheckpointError(path, "is damaged, or not a checkpoint of Proximetry") from error
     if version != FORMAT:
         raise CheckpointError(path, f"has format {version!r}; this version reads {FORMAT}")
-    if whole and not has_valid_checksum(content):
+    if verify and not has_valid_checksum(content):
         raise CheckpointError(path, "is damaged: its checksum does not match")
     return header, content

@@ -76,7 +76,7 @@ def _describe_embedder(recipe: Recipe, embedder: Any) -> dict[str, Any]:
 
 
 class _Function(nn.Module):
-    """A loss that is a plain function."""
+    """The module of a loss that is a function."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def _as_module(loss: Any) -> nn.Module:
 
 
 def _settings(loss: nn.Module) -> dict[str, Any]:
-    """Return the plain arguments of its constructor that are attributes of the same name."""
+    """Return the numbers and strings of its constructor that are attributes of the same name."""
     names = inspect.signature(type(loss)).parameters
     values: dict[str, Any] = {name: getattr(loss, name, None) for name in names}
     # Numbers that a recipe can hold; not NaN.

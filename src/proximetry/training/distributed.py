@@ -9,10 +9,11 @@ import gc
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,9 @@ from torch import nn
 from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_value
 from proximetry._util.machine import resolve_device
+from proximetry.kernels.cuda_graphs import ignore_stream_mismatch
 from proximetry.recipe.auto import DeviceFacts
+from proximetry.training.checkpoint import RunError
 
 T = TypeVar("T")
 
@@ -32,12 +35,15 @@ DEFAULT_TIMEOUT = 1800
 
 
 class RankError(ConnectionError):
-    """Another rank is lost or does not answer."""
+    """Another rank is lost or does not respond."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all; ``owns_group`` if `join_processes` made the process group."""
+    """The rank of this process, the number of processes, and its device.
+
+    ``owns_group`` is set if `join_processes` made the process group.
+    """
 
     rank: int = 0
     size: int = 1
@@ -45,25 +51,25 @@ class World:
     owns_group: bool = False
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this process writes files and prints."""
         return self.rank == 0
 
-    def share(self, total: int) -> slice:
+    def local_slice(self, total: int) -> slice:
         """Return the part of ``total`` rows that belongs to this process, in the order of ranks."""
         return slice(total * self.rank // self.size, total * (self.rank + 1) // self.size)
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Wait for all processes."""
         if self.size > 1:
             dist.barrier()
 
-    def first(self, task: Callable[[], T]) -> T:
+    def on_main(self, task: Callable[[], T]) -> T:
         """Run a task on rank 0; every rank returns its result, or raises its error."""
         if self.size == 1:
             return task()
         box: list[Any] = [None, None]
-        if self.leads:
+        if self.is_main:
             try:
                 box[0] = task()
             except Exception as error:  # raised on every rank below
@@ -73,6 +79,14 @@ class World:
             raise box[1]
         result: T = box[0]
         return result
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank, on every rank."""
+        if self.size == 1:
+            return flag
+        combined = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(combined, dist.ReduceOp.MAX)
+        return bool(combined)
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all processes, in the order of ranks."""
@@ -116,22 +130,49 @@ def process_group(world: World) -> Iterator[None]:
         yield
     except BaseException as raised:
         error = raised
-        lost = isinstance(raised, dist.DistError) or (
-            isinstance(raised, RuntimeError) and "gloo" in str(raised)
+        of_gloo = isinstance(raised, RuntimeError) and "gloo" in str(raised)
+        if world.size == 1 or not (of_gloo or isinstance(raised, dist.DistError)):
+            raise
+        reason = _reason(raised)
+        longer = f", with a larger {RANK_TIMEOUT} if it was busy" * ("imed out" in reason)
+        error = RankError(
+            f"lost another rank: {reason}. Check its output and run the same command again to "
+            f"resume{longer}."
         )
-        if world.size > 1 and lost:
-            reason = _reason(raised)
-            longer = f", with a larger {RANK_TIMEOUT} if it was busy" * ("imed out" in reason)
-            error = RankError(
-                f"lost another rank: {reason}. Check its output and run the same command again to "
-                f"resume{longer}."
-            )
-            raise error from raised
-        raise
+        raise error from raised
     finally:
         if world.owns_group:
             _leave_group(error)
         del error
+
+
+@contextmanager
+def preserve_torch_state(world: World, out: str | Path) -> Iterator[None]:
+    """Restore torch's global state and leave the process group at the end.
+
+    Raises a `RunError` with remedies if memory is exhausted.
+    """
+    cudnn, threads = torch.backends.cudnn, torch.get_num_threads()
+    flags = cudnn.deterministic, cudnn.benchmark
+    every_gpu = range(torch.cuda.device_count())  # a seed is set on all of them
+    current = world.device if world.device.type == "cuda" else -1  # Triton launches on it
+    try:
+        with (
+            torch.random.fork_rng(every_gpu),
+            torch.cuda.device(current),
+            ignore_stream_mismatch() if world.device.type == "cuda" else nullcontext(),
+            process_group(world),
+        ):
+            yield
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"not enough memory on {world.device} for the run in {out}: "
+            f"{str(error).split('. ')[0]}. Use a smaller data.batch_size, training.accumulate 2 "
+            "or more, training.precision bfloat16 or data.cache pixels."
+        ) from error
+    finally:
+        cudnn.deterministic, cudnn.benchmark = flags
+        torch.set_num_threads(threads)
 
 
 def _reason(error: BaseException) -> str:
@@ -156,15 +197,6 @@ def _leave_group(error: BaseException | None) -> None:
     gc.collect()
     dist.destroy_process_group()
     del group
-
-
-def any_rank(flag: bool, world: World) -> bool:
-    """Return whether the flag is set on any rank; all ranks get the same answer."""
-    if world.size == 1:
-        return flag
-    combined = torch.tensor(int(flag), device=world.device)
-    dist.all_reduce(combined, dist.ReduceOp.MAX)
-    return bool(combined)
 
 
 def share_buffers(module: nn.Module, world: World) -> None:

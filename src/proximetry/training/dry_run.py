@@ -19,19 +19,14 @@ from proximetry.models.embedder import extract_features
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.schema import Recipe
 from proximetry.training.build import RunContext, build, fit_crop_size
-from proximetry.training.distributed import join_processes
-from proximetry.training.loop import Run
+from proximetry.training.distributed import join_processes, preserve_torch_state
 from proximetry.training.reporting import Display
+from proximetry.training.run import Run
 from proximetry.training.run_folder import FIRST_STAGE, RunFolder
 from proximetry.training.sources.base import cache_sizes
 from proximetry.training.sources.image_data import ImageData, check_space, free_space, without
-from proximetry.training.step import autocast
-from proximetry.training.trainer import (
-    check_rows,
-    check_stages_folder,
-    first_stage,
-    preserve_torch_state,
-)
+from proximetry.training.trainer import check_rows, check_stages_folder, first_stage
+from proximetry.training.updater import autocast
 
 STEPS = 2
 CPU_BATCH = 16
@@ -76,7 +71,7 @@ def dry_run(
     Raises what the run would raise. Images are decoded, `MAX_DECODED` at most.
     """
     world = join_processes(device)
-    notes = _Notes(display if display is not None and world.leads else Display())
+    notes = _Notes(display if display is not None and world.is_main else Display())
     with preserve_torch_state(world, out), notes.display:
         folder = RunFolder(Path(out))
         replaces = not resume and folder.results.exists()
@@ -109,7 +104,7 @@ def _estimate(run: Run, notes: _Notes, state: str, epochs: int) -> dict[str, Any
     training_rate, evaluation_rate, memory = _measure(run, recipe)
     decoded = _Decoded()
     if isinstance(data, ImageData) and epochs:
-        decoded = run.world.first(lambda: _decode(run, notes.display))
+        decoded = run.world.on_main(lambda: _decode(run, notes.display))
         if decoded.bad:
             data.split(without(data.catalog, decoded.bad))
         for line in (*data.notes, *decoded.copies):

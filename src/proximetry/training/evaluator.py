@@ -37,14 +37,14 @@ from proximetry.models.pca import (
 )
 from proximetry.recipe.schema import EvaluationConfig, Recipe
 from proximetry.training.checkpoint import RunError
-from proximetry.training.distributed import World, any_rank, share_buffers
-from proximetry.training.query_gallery_split import (
+from proximetry.training.distributed import World, share_buffers
+from proximetry.training.query_gallery import (
     check_comparison,
     evaluation_arguments,
     with_needed_roles,
 )
 from proximetry.training.sources.base import Rows, TrainingData
-from proximetry.training.step import autocast
+from proximetry.training.updater import autocast
 
 Scores = dict[str, Any]
 """Metrics by name. ``dims`` has those of the first d dimensions, by d as text; ``codes`` those of
@@ -90,14 +90,19 @@ def score_queries(
 
 def means(scored: Mapping[int | str, Evaluation]) -> Scores:
     """Return the mean metrics of the queries that `score_queries` scored."""
-    averages = {key: one.mean() for key, one in scored.items()}
-    whole, *fewer = (key for key in averages if key != CODES)
-    scores: Scores = dict(averages[whole])
-    if fewer:
-        scores["dims"] = {str(dim): averages[dim] for dim in fewer}
+    averages = {key: evaluation.mean() for key, evaluation in scored.items()}
+    all_dims, *eval_dims = (key for key in averages if key != CODES)
+    scores: Scores = dict(averages[all_dims])
+    if eval_dims:
+        scores["dims"] = {str(dim): averages[dim] for dim in eval_dims}
     if CODES in averages:
         scores[CODES] = averages[CODES]
     return scores
+
+
+def selection_value(scores: Scores, metric: str) -> float:
+    """Return the metric that selects the epoch, with training images as distractors if any."""
+    return float(scores.get("with_distractors", scores)[metric])
 
 
 def evaluate_embedder(
@@ -137,13 +142,14 @@ def evaluate_embedder(
 
 def leakage_warnings(embedder: Embedder, catalog: Catalog) -> list[str]:
     """Warn about classes the embedder was trained on, and about duplicate images."""
-    known = sorted({*(embedder.class_names or ())} & {*catalog.class_names})
-    seen = (
-        f"the embedder was trained on {len(known)} of {len(catalog.class_names)} classes, by their "
-        f"names, so not all classes are unseen: {join_first(known)}"
-    )
-    copies = [] if isinstance(catalog, VectorCatalog) else describe_copies(catalog)
-    return [seen, *copies] if known else copies
+    warnings = [] if isinstance(catalog, VectorCatalog) else describe_copies(catalog)
+    if trained := sorted({*(embedder.class_names or ())} & {*catalog.class_names}):
+        warnings.insert(
+            0,
+            f"the embedder was trained on {len(trained)} of {len(catalog.class_names)} classes, by "
+            f"their names, so not all classes are unseen: {join_first(trained)}",
+        )
+    return warnings
 
 
 def saved_evaluation(embedder: Embedder | None) -> EvaluationConfig:
@@ -186,7 +192,7 @@ def encode_readable(
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Tensor, Catalog, list[str]]:
-    """Embed the readable images; return their rows, too, and the errors of the others."""
+    """Embed the readable images; return also their catalog, and the errors of the others."""
     bad: dict[int, Exception] = {}
     vectors = encode_catalog(embedder, catalog, batch_size, progress, bad.__setitem__)
     if len(bad) == len(catalog):
@@ -243,7 +249,7 @@ class Evaluator:
 
     @cached_property
     def embedder(self) -> Embedder:
-        """The embedder that is evaluated and saved: the trained one, with LoRA its plain twin."""
+        """The embedder that is evaluated and saved: the trained one, with LoRA a merged copy."""
         return self.trained if self.recipe.model.lora_rank is None else merged_copy(self.trained)
 
     @property
@@ -277,8 +283,8 @@ class Evaluator:
                 scores[split] = self._score(vectors, split)
                 if split == "held_out":
                     with self._autocast(full_precision):
-                        others = embedder.project(distractors)
-                    scores[split] |= self._search_with_distractors(vectors, others)
+                        distractors = embedder.project(distractors)
+                    scores[split] |= self._search_with_distractors(vectors, distractors)
         return SplitScores(scores, embedder)
 
     def embed(self, rows: Rows) -> Tensor:
@@ -312,7 +318,7 @@ class Evaluator:
 
     def _share(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the part that this process embeds, in the order of ranks."""
-        return rows[self.world.share(len(rows))]
+        return rows[self.world.local_slice(len(rows))]
 
     def _search_with_distractors(self, vectors: Tensor, distractors: Tensor) -> Scores:
         """Return the metric that selects the epoch, with training images as distractors.
@@ -344,19 +350,21 @@ class Evaluator:
         """Which of this process's training images are in the gallery of the held-out classes."""
         train, held_out = self.data.rows["train"], self.data.rows["held_out"]
         # A split "val" may have classes that are trained on.
-        others = np.flatnonzero(~np.isin(self._labels[train], self._labels[held_out]))
+        candidates = np.flatnonzero(~np.isin(self._labels[train], self._labels[held_out]))
         mask = np.zeros(len(train), bool)
-        mask[others[:: max(1, -(-len(others) // MAX_DISTRACTORS))]] = True
+        mask[candidates[:: max(1, -(-len(candidates) // MAX_DISTRACTORS))]] = True
         return self._share(mask)
 
-    def _fit_on_train(self, distract: bool, full_precision: bool) -> tuple[Embedder, Tensor]:
+    def _fit_on_train(
+        self, with_distractors: bool, full_precision: bool
+    ) -> tuple[Embedder, Tensor]:
         """Fit PCA or the mean of codes on the training images, if the recipe has them.
 
         Returns the embedder with these, and the features of the distractors.
         """
         rows, model = self._share(self.data.rows["train"]), self.recipe.model
         dim, binary = model.pca_dim, model.bits is not None
-        mask = self._distractors if distract else np.zeros(len(rows), bool)
+        mask = self._distractors if with_distractors else np.zeros(len(rows), bool)
         if dim is None and not binary:
             rows, mask = rows[mask], mask[mask]
         moments, distractor_features, finite, start = None, [], [], 0
@@ -374,14 +382,14 @@ class Evaluator:
                 added = second_moments(vectors)
                 moments = added if moments is None else moments + added
         self._check_finite(self.embedder, rows, torch.cat(finite))
-        distractors = torch.cat(distractor_features)
+        selected = torch.cat(distractor_features)
         if binary:
             if self.world.size > 1:
                 dist.all_reduce(total)
-            mean = self.world.first(lambda: (total / len(self.data.rows["train"])).float().cpu())
-            return subtract_mean(self.embedder, mean.to(self.world.device)), distractors
+            mean = self.world.on_main(lambda: (total / len(self.data.rows["train"])).float().cpu())
+            return subtract_mean(self.embedder, mean.to(self.world.device)), selected
         if dim is None or moments is None:
-            return self.embedder, distractors
+            return self.embedder, selected
         # About the mean only for Euclidean distances of unnormalized vectors.
         about_mean = self.recipe.evaluation.similarity == "euclidean" and not model.normalize
         if self.world.size > 1:
@@ -389,12 +397,12 @@ class Evaluator:
         if len(self.data.rows["train"]) < dim:
             moments = moments_of_few(moments, self.embedder, about_mean)
         fit = partial(principal_axes, moments, dim, about_mean, model.whitening)
-        axes = self.world.first(lambda: fit().cpu())
-        return with_pca(self.embedder, axes.to(self.world.device)), distractors
+        axes = self.world.on_main(lambda: fit().cpu())
+        return with_pca(self.embedder, axes.to(self.world.device)), selected
 
     def _embed(self, embedder: Embedder, rows: Rows, full_precision: bool) -> Iterator[Tensor]:
         """Yield embeddings: features of the run's embedder, the head of ``embedder``."""
-        finite = []  # checked at the end: a GPU is waited for once
+        finite = []  # checked at the end, to wait for a GPU once
         for features in self._features_of(rows, full_precision):
             with self._autocast(full_precision):
                 vectors = embedder.project(features)
@@ -410,21 +418,21 @@ class Evaluator:
         """Yield the pooled features of rows, batch by batch."""
         # There may be no rows.
         yield torch.empty(0, self.embedder.width, device=self.world.device)
-        left = len(rows)
+        remaining = len(rows)
         features: Any = partial(extract_features, self.embedder, stage=self.data.stage)
         # A graph is recorded in the precision of training, at its first call.
         if self.graph and (not full_precision or self.recipe.training.precision == "float32"):
             features = self._graphed
         for pixels in self.data.views(rows, self.recipe.evaluation.batch_size):
             with self._autocast(full_precision):
-                batch = features(pixels)[:left]  # the last batch may be filled up
-            left -= len(batch)
+                batch = features(pixels)[:remaining]  # the last batch may be padded
+            remaining -= len(batch)
             yield batch
 
     def _check_finite(self, embedder: Embedder, rows: Rows, finite: Tensor) -> None:
         """Raise on every process if an embedding of any is not finite."""
         bad = [self.data.catalog.file(row) for row in rows[~finite.cpu().numpy()]]
-        if not any_rank(bool(bad), self.world):
+        if not self.world.any(bool(bad)):
             return
         bad = [*chain.from_iterable(self.world.gather(bad))]
         raise RunError(

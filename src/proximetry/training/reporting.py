@@ -14,7 +14,7 @@ from proximetry.recipe.loading import flatten
 from proximetry.training.metrics_table import metric_title
 
 if TYPE_CHECKING:
-    from proximetry.training.loop import Run
+    from proximetry.training.run import Run
 
 
 class Trackers(AbstractContextManager[Any]):
@@ -25,7 +25,7 @@ class Trackers(AbstractContextManager[Any]):
 
     def on_start(self, run: "Run") -> None:
         """Open both; a resumed run replaces the epochs since its checkpoint."""
-        if not run.world.leads:
+        if not run.world.is_main:
             return
         try:
             from torch.utils.tensorboard import SummaryWriter

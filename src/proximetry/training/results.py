@@ -9,11 +9,11 @@ import torch
 
 from proximetry.metrics import separability
 from proximetry.training.checkpoint import restore_best
-from proximetry.training.evaluator import Scores, SplitScores
+from proximetry.training.evaluator import SplitScores, selection_value
 from proximetry.training.metrics_table import selection_title
 
 if TYPE_CHECKING:
-    from proximetry.training.loop import Run
+    from proximetry.training.run import Run
 
 SATURATED = 0.9995
 """From this value on, a selection metric no longer distinguishes epochs."""
@@ -41,7 +41,7 @@ def evaluate_final(run: Run, evaluated: SplitScores | None) -> tuple[dict[str, A
         "protocol": "last" if state.best_epoch is None else run.data.protocol,
         "seed": run.recipe.training.seed,
         "epochs": state.epoch,
-        "stopped_early": early_stop(run) or None,
+        "stopped_early": run.early_stop_reason() or None,
         "drops": run.rates.drops,
         "weights": asdict(run.updater.embedder.weights),
         "notes": [*run.data.notes],
@@ -63,7 +63,7 @@ def evaluate_final(run: Run, evaluated: SplitScores | None) -> tuple[dict[str, A
     if proxies is not None and proxies.num_classes > 1:
         results["last"]["proxies"] = separability(proxies.weight.detach()).scores()
     if state.best_epoch not in (None, state.epoch):
-        run.world.wait()
+        run.world.barrier()
         restore_best(run)
         selected = _evaluate(run)
         results["selected"] = {"epoch": state.best_epoch, **selected.scores}
@@ -88,24 +88,6 @@ def _evaluate(run: Run, evaluated: SplitScores | None = None) -> SplitScores:
     return SplitScores({**evaluated.scores, **more.scores}, more.embedder)
 
 
-def selection_value(scores: Scores, metric: str) -> float:
-    """Return the metric that selects the epoch, with training images as distractors if any."""
-    return float(scores.get("with_distractors", scores)[metric])
-
-
-def early_stop(run: Run) -> str:
-    """Return why the run ended before its last epoch, "" if it did not."""
-    state, selection = run.state, run.selection()
-    if state.epoch >= run.recipe.training.epochs:
-        return ""
-    if selection is None or state.finished == run.recipe.training.epochs:
-        return f"stopped early after epoch {state.epoch}: a callback called run.finish()"
-    return (
-        f"stopped early after epoch {state.epoch}: no improvement of {selection_title(*selection)} "
-        f"in {state.stale} evaluations; best epoch {state.best_epoch}"
-    )
-
-
 def _notes(run: Run, results: dict[str, Any]) -> list[str]:
     """Note a saturated selection metric, and splits without improvement over untrained."""
     before, after = results.get("untrained", {}), results["selected"]
@@ -127,7 +109,7 @@ def _notes(run: Run, results: dict[str, Any]) -> list[str]:
 
 def save_embedder(run: Run, scores: dict[str, Any], evaluated: SplitScores) -> None:
     """Save the embedder of the selected epoch; replaces the previous one."""
-    if run.world.leads:
+    if run.world.is_main:
         evaluated.embedder.save(
             run.folder.embedder,
             class_names=run.data.class_names,

@@ -49,7 +49,7 @@ FIRST_STAGE = "first-stage"
 """The folder of the first of the two runs of ``training.two_stages``."""
 
 # What a run writes; `remove` deletes nothing else, in this order. What an interrupted removal
-# leaves can be resumed, or is no run once the recipe is gone.
+# leaves can be resumed, or is not a run once the recipe is removed.
 _FILES = (
     "results.json",
     "metrics.jsonl",
@@ -68,19 +68,19 @@ _FILES = (
     "environment.json",
     "recipe.yaml",
 )
-_LARGEST_FILE = 100_000_000
+_MAX_FILE_SIZE = 100_000_000
 _COUNTERS = {"epoch", "batch", "step", "stale"}
 _EVALUATE_AGAIN = "Delete results.json to evaluate again, or start over with --fresh."
-_OTHERWISE = "Choose another folder, or start over with --fresh."
+_REMEDY = "Choose another folder, or start over with --fresh."
 
 
 class FolderError(RunError, UsageError):
-    """A folder that cannot be used for a run."""
+    """A folder cannot be used for a run."""
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run in a folder: the plain state of its last checkpoint, and the results if complete."""
+    """A run in a folder: the plain values of its last checkpoint, the results if complete."""
 
     path: Path
     recipe: Recipe
@@ -114,7 +114,7 @@ class SavedRun:
             if now.epochs < done:
                 problem = f"is in epoch {done}, past training.epochs {now.epochs}"
         if problem:
-            raise RunError(f"the run in {self.path} {problem}. {_OTHERWISE}")
+            raise RunError(f"the run in {self.path} {problem}. {_REMEDY}")
 
     def is_complete(self, recipe: Recipe) -> bool:
         """Return whether the results are those at the end of this recipe."""
@@ -128,8 +128,13 @@ class SavedRun:
         if epochs == t.epochs or self.checkpoint is None:
             return True
         state = self.checkpoint["state"]
-        over = state.get("finished") == t.epochs or t.is_over(epochs, state["stale"])
+        over = self.was_finished(recipe) or t.is_over(epochs, state["stale"])
         return bool(state["epoch"] == epochs and over)
+
+    def was_finished(self, recipe: Recipe) -> bool:
+        """Return whether a callback ended the run, for the number of epochs of this recipe."""
+        state = self.checkpoint["state"] if self.checkpoint is not None else {}
+        return bool(state.get("finished") == recipe.training.epochs)
 
 
 class RunFolder:
@@ -225,9 +230,9 @@ class RunFolder:
             if results is None:
                 raise CheckpointError(self.last, "is missing")
             return SavedRun(self.path, recipe, None, results)
-        checkpoint = read_header(self.last, whole=False)[0]["state"]
+        checkpoint = read_header(self.last, verify=False)[0]["state"]
         if "images" not in checkpoint or not checkpoint.get("state", {}).keys() >= _COUNTERS:
-            raise CheckpointError(self.last, "is no checkpoint of a run")
+            raise CheckpointError(self.last, "is not a checkpoint of a run")
         return SavedRun(self.path, recipe, checkpoint, results)
 
     def read_recipe(self) -> Recipe | None:
@@ -237,7 +242,7 @@ class RunFolder:
         try:
             recipe = Recipe.load(self.recipe)
         except RecipeError as error:
-            raise RunError(f"{error}. Restore {self.recipe}. {_OTHERWISE}") from error
+            raise RunError(f"{error}. Restore {self.recipe}. {_REMEDY}") from error
         if self.results.exists() or self.last.exists():
             return recipe
         # Once an epoch with a checkpoint is logged, a missing checkpoint is an error.
@@ -302,8 +307,8 @@ class RunFolder:
             return []
         lines: list[dict[str, Any]] = []
         try:
-            whole, _, _ = read_text(self.metrics, _LARGEST_FILE).rpartition("\n")
-            for text in whole.splitlines():
+            complete, _, _ = read_text(self.metrics, _MAX_FILE_SIZE).rpartition("\n")
+            for text in complete.splitlines():
                 line = parse_json(text)
                 line["epoch"]
                 lines.append(line)
@@ -321,7 +326,7 @@ class RunFolder:
     def read_results(self) -> dict[str, Any]:
         """Read results.json."""
         try:
-            results: dict[str, Any] = read_json(self.results, _LARGEST_FILE)
+            results: dict[str, Any] = read_json(self.results, _MAX_FILE_SIZE)
             del results[CHECKSUM]
         except (LookupError, TypeError):
             raise RunError(f"{self.results} is damaged: it has no checksum") from None

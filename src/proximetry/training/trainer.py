@@ -1,20 +1,18 @@
-"""`train`: a recipe and a folder in, results out."""
+"""`train` and `fit`: from a recipe and a folder to results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from proximetry.data import Catalog
 from proximetry.data.images import ImageError
-from proximetry.kernels.cuda_graphs import ignore_stream_mismatch
 from proximetry.models import Embedder
 from proximetry.models.storage import SECOND_STAGE
 from proximetry.recipe.schema import Recipe
@@ -26,11 +24,13 @@ from proximetry.training.checkpoint import (
     check_same_images,
     link_checkpoints,
     restore_state,
+    save_state,
 )
 from proximetry.training.components import Components, custom_components
-from proximetry.training.distributed import World, join_processes, process_group
-from proximetry.training.loop import Run, fit
+from proximetry.training.distributed import join_processes, preserve_torch_state
 from proximetry.training.reporting import Display, Trackers
+from proximetry.training.results import evaluate_final, evaluate_untrained, save_embedder
+from proximetry.training.run import RESUME, Run, Stopped
 from proximetry.training.run_folder import FIRST_STAGE, FolderError, RunFolder, SavedRun
 from proximetry.training.sources.base import fingerprint, open_catalog
 
@@ -50,9 +50,9 @@ def train(
     """Train a recipe, write everything to the folder ``out``, return the results.
 
     An interrupted run resumes from its last checkpoint; a complete one returns its results
-    immediately. Under torchrun all processes call this alike; when one of them is lost, the others
-    raise a `RankError`. All input is validated before the folder is written to, and torch's global
-    state is restored at the end. Do not train in several threads of a process at a time.
+    immediately. Under torchrun every process calls this in the same way; when one of them is lost,
+    the others raise a `RankError`. All input is validated before the folder is written to, and
+    torch's global state is restored at the end. Do not train in several threads at a time.
 
     Args:
         recipe: the recipe, from `Recipe.load`.
@@ -75,10 +75,10 @@ def train(
         raise TypeError(f"recipe must be a Recipe (see Recipe.load), got {type(recipe).__name__}")
     callbacks = check_callbacks(callbacks) if callbacks else ()
     components = Components()
-    if any(part is not None for part in (data, embedder, loss)):
+    if any(component is not None for component in (data, embedder, loss)):
         recipe, components = custom_components(recipe, data, embedder, loss)
     world = join_processes(device)
-    run_display = display if display is not None and world.leads else Display()
+    run_display = display if display is not None and world.is_main else Display()
     context = RunContext(world, run_display, callbacks, components, resume)
     with preserve_torch_state(world, out), run_display:
         if recipe.training.two_stages:
@@ -93,21 +93,22 @@ def _train_run(
 
     A first stage that starts over removes the run in the folder of the ``second`` stage.
     """
-    display, first = context.display, context.world.first
+    on_main = context.world.on_main
+    acquire = partial(folder.acquire, context.display.message)
     trackers = Trackers()
     with ExitStack() as stack:
         stack.callback(folder.release)
-        if first(folder.lock.exists):  # of an existing run: before hours of decoding
-            first(lambda: folder.acquire(display.message))
-        recipe, saved = first(lambda: folder.resolve(recipe, context.resume))
+        if on_main(folder.lock.exists):  # lock an existing run before hours of decoding
+            on_main(acquire)
+        recipe, saved = on_main(lambda: folder.resolve(recipe, context.resume))
         if saved is not None:
-            results = first(partial(_complete_results, saved, recipe, context))
+            results = on_main(partial(_complete_results, saved, recipe, context))
             if results is not None:
                 return results
         run = build(recipe, folder, context)  # validates; writes nothing to the folder
-        run.callbacks = [trackers, display, *context.callbacks]
-        if first(lambda: folder.acquire(display.message)):  # another process may have been faster
-            _, saved = first(lambda: folder.resolve(run.recipe, context.resume))
+        run.callbacks = [trackers, context.display, *context.callbacks]
+        if on_main(acquire):  # another process may have been faster
+            _, saved = on_main(lambda: folder.resolve(run.recipe, context.resume))
         if saved is not None:
             _resume(run, saved)
         else:
@@ -123,6 +124,93 @@ def _train_run(
                 ) from error
 
 
+def fit(run: Run) -> dict[str, Any]:
+    """Train from the current state to the end, save the embedder, return the results."""
+    state, evaluated = run.state, None
+    run.notify("on_start")
+    if run.recipe.evaluation.untrained and state.step == 0 and run.final_splits():
+        with run.stoppable("before the first step"):
+            line = evaluate_untrained(run)
+        state.lines.append(line)
+        run.log(line)
+        run.notify("on_untrained", line)
+    while not run.is_over():
+        line, evaluated = train_epoch(run), None
+        if run.evaluates_now():
+            run.clock.enter("evaluation")
+            evaluated = run.evaluator.evaluate(run.watched_splits())
+            line |= evaluated.scores
+            if run.select(evaluated):
+                save_embedder(run, {"epoch": state.epoch, **evaluated.scores}, evaluated)
+            line["evaluation_seconds"] = round(run.clock.enter("other"), 3)
+        state.lines.append(line)
+        if run.saves_now():
+            save_state(run)
+            link_checkpoints(run)  # best.safetensors is a hard link to last.safetensors
+        run.log(line)  # after the checkpoint: a logged epoch can be resumed from
+        run.notify("on_epoch_end", line)
+        if run.world.any(run.finish_requested) and not run.is_over():
+            state.finished = run.recipe.training.epochs
+            save_state(run)
+    if reason := run.early_stop_reason():
+        run.report(reason)
+    with run.stoppable("in the final evaluation"):
+        results, selected = evaluate_final(run, evaluated)
+    save_embedder(run, results["selected"], selected)
+    if run.world.is_main:
+        run.folder.write_results(results)
+    run.world.barrier()
+    run.notify("on_end", results)
+    return run.folder.read_results()
+
+
+def train_epoch(run: Run) -> dict[str, Any]:
+    """Train the rest of an epoch; return its line of metrics.jsonl without the evaluation."""
+    state, updater, clock = run.state, run.updater, run.clock
+    checkpoint_steps = run.recipe.training.checkpoint_steps
+    run.rates.apply(updater.optimizer, state.epoch)
+    updater.embedder.train()
+    updater.objective.train()
+    changed = updater.freeze_backbone(state.epoch < run.recipe.schedule.freeze_backbone_epochs)
+    if clock.phase != "startup":
+        clock.enter("startup" if changed else "training")
+    images = 0
+    try:
+        for pixels, labels in run.data.batches(state.epoch, state.batch):
+            loss = updater(pixels, labels, state.step)  # forward, loss, backward, update, EMA
+            state.advance(loss)
+            starting = clock.phase == "startup"
+            if starting or run.world.device.type == "cpu":  # else this would wait for the GPU
+                run.check_finite()
+            if starting:
+                clock.enter("training")
+            else:
+                images += len(labels) * run.world.size
+            within = state.batch < len(run.data.sampler)
+            if within and checkpoint_steps and state.step % checkpoint_steps == 0:
+                save_state(run)
+            run.notify("on_step_end", loss)
+            if run.world.any(run.stop_requested or run.stop_requests()):
+                clock.enter("other")
+                save_state(run)
+                run.notify("on_stop")
+                raise Stopped(
+                    f"stopped after step {state.step}, saved in {run.folder.path}. {RESUME}"
+                )
+    except ImageError:
+        if run.world.size == 1:  # other ranks are already in the next step
+            save_state(run)
+        raise
+    run.check_finite(weights=True)  # which waits for the device
+    seconds = clock.enter("other")
+    return {
+        **state.end_epoch(len(run.data.sampler)),
+        "lr": updater.optimizer.param_groups[0]["lr"],
+        "images_per_second": round(images / seconds, 1) if images and seconds else None,
+        "seconds": round(clock.seconds["training"], 3),
+    }
+
+
 def _complete_results(
     saved: SavedRun, recipe: Recipe, context: RunContext
 ) -> dict[str, Any] | None:
@@ -136,16 +224,17 @@ def _complete_results(
     if isinstance(catalog, Catalog):
         check_rows(saved, recipe, catalog)
     message(f"{saved.path} is complete already")
-    if why := saved.results.get("stopped_early"):
-        key = "epochs" if "run.finish" in why else "stop_after"
-        message(f"{why}; a larger training.{key} resumes it")
+    if reason := saved.results.get("stopped_early"):
+        key = "epochs" if saved.was_finished(recipe) else "stop_after"
+        hint = f"; a larger training.{key} resumes it" if saved.checkpoint else ""
+        message(f"{reason}{hint}")
     return saved.results
 
 
 def check_rows(saved: SavedRun, recipe: Recipe, catalog: Catalog) -> None:
     """Reject a catalog with other rows than those of the saved run."""
     if recipe.data.bad_images == "skip" or saved.checkpoint is None:
-        return  # which images were skipped is not known before they are read
+        return  # images to skip are unknown before they are read
     before, now = saved.checkpoint["images"], fingerprint(catalog)
     if before["rows"] != now["rows"]:
         check_same_images(saved.path, before, now)
@@ -153,9 +242,9 @@ def check_rows(saved: SavedRun, recipe: Recipe, catalog: Catalog) -> None:
 
 def _begin(run: Run, context: RunContext, second: RunFolder | None) -> None:
     """Begin a run; remove the previous one in its folder."""
-    folder, first, final = run.folder, run.world.first, second or run.folder
-    exists = first(lambda: [final.results.exists(), folder.last.exists() or final.last.exists()])
-    if context.resume and first(folder.recipe.exists):
+    folder, on_main, final = run.folder, run.world.on_main, second or run.folder
+    exists = on_main(lambda: [final.results.exists(), folder.last.exists() or final.last.exists()])
+    if context.resume and on_main(folder.recipe.exists):
         run.report(f"no checkpoint in {folder.path} yet: starting again")
     elif any(exists):
         path = folder.path if second is None else folder.path.parent
@@ -164,18 +253,18 @@ def _begin(run: Run, context: RunContext, second: RunFolder | None) -> None:
             f"removing the {kind} run in {path}: embedder, results, checkpoints, report; choose "
             "another folder to keep it"
         )
-    first(lambda: folder.begin(run.recipe, run.world.device))
+    on_main(lambda: folder.begin(run.recipe, run.world.device))
     if second is not None:
-        first(second.remove)
+        on_main(second.remove)
 
 
 def _resume(run: Run, saved: SavedRun) -> None:
     """Restore the state of a saved run; only then write to its folder."""
     folder, state = run.folder, run.state
     restore_state(run)
-    run.world.first(lambda: folder.resume(run.recipe, state.lines))
+    run.world.on_main(lambda: folder.resume(run.recipe, state.lines))
     link_checkpoints(run)  # a kill may have prevented it
-    if state.best_epoch is not None and not run.world.first(folder.best.exists):
+    if state.best_epoch is not None and not run.world.on_main(folder.best.exists):
         raise CheckpointError(folder.best, f"of the selected epoch {state.best_epoch} is missing")
     before, now = saved.recipe.training.epochs, run.recipe.training.epochs
     if before != now:
@@ -227,32 +316,3 @@ def _train_two_stages(recipe: Recipe, out: Path, context: RunContext) -> dict[st
     context.display.message(f"second stage: {epochs} epochs, learning-rate drops after {drops}")
     results = _train_run(recipe, second, context)
     return {**results, "protocol": "held_out", "first_stage": selection["selected"]}
-
-
-@contextmanager
-def preserve_torch_state(world: World, out: str | Path) -> Iterator[None]:
-    """Restore torch's global state and leave the process group at the end.
-
-    Turns too little memory and a lost rank into clear errors.
-    """
-    cudnn, threads = torch.backends.cudnn, torch.get_num_threads()
-    flags = cudnn.deterministic, cudnn.benchmark
-    every_gpu = range(torch.cuda.device_count())  # a seed is set on all of them
-    current = world.device if world.device.type == "cuda" else -1  # Triton launches on it
-    try:
-        with (
-            torch.random.fork_rng(every_gpu),
-            torch.cuda.device(current),
-            ignore_stream_mismatch() if world.device.type == "cuda" else nullcontext(),
-            process_group(world),
-        ):
-            yield
-    except torch.OutOfMemoryError as error:
-        raise RunError(
-            f"not enough memory on {world.device} for the run in {out}: "
-            f"{str(error).split('. ')[0]}. Use a smaller data.batch_size, training.accumulate 2 "
-            "or more, training.precision bfloat16 or data.cache pixels."
-        ) from error
-    finally:
-        cudnn.deterministic, cudnn.benchmark = flags
-        torch.set_num_threads(threads)

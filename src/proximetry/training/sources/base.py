@@ -32,14 +32,14 @@ from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import DataConfig, Protocol, Recipe
 from proximetry.training.checkpoint import RunError
 from proximetry.training.distributed import World
-from proximetry.training.query_gallery_split import check_comparison, no_positives
+from proximetry.training.query_gallery import check_comparison, no_positives
 from proximetry.training.reporting import Display
 
 Rows = npt.NDArray[np.int64]
 
 
 class Batch(NamedTuple):
-    """This process's part of a batch before it is made.
+    """This process's part of a batch, before its images are loaded.
 
     Attributes:
         rows: of the catalog.
@@ -55,7 +55,7 @@ class Batch(NamedTuple):
     key: tuple[int, int, int]
 
     def generator(self) -> torch.Generator:
-        """Return what draws for the whole batch, whatever the number of processes."""
+        """Return the random generator of the whole batch, for any number of processes."""
         return torch.Generator().manual_seed(derive_seed(*self.key))
 
 
@@ -72,7 +72,7 @@ class TrainingData(ABC):
         notes: remarks on the data.
         fingerprint: identifies the rows when a run resumes.
         stage: the input of the embedder that batches are.
-        origin: where rows are read from, in words, if ``data.cache`` does not decide that.
+        origin: where rows are read from, in words, unless ``data.cache`` decides that.
     """
 
     fingerprint: dict[str, Any]
@@ -116,7 +116,7 @@ class TrainingData(ABC):
 
     def _batch(self, epoch: int, number: int) -> Batch:
         indices = self.sampler.batch(epoch, number)
-        mine = self.world.share(len(indices))
+        mine = self.world.local_slice(len(indices))
         rows, labels = self.rows["train"][indices[mine]], self._codes[indices[mine]]
         key = self._recipe.training.seed, epoch, number
         return Batch(rows, labels, mine, len(indices), key)
@@ -164,9 +164,9 @@ def fingerprint(catalog: Catalog, contents: str | None = None) -> dict[str, Any]
     }
 
 
-FEWEST_CLASSES = 10
+MIN_CLASSES = 10
 """With fewer training classes none are held out."""
-FEWEST_HELD_OUT = 3
+MIN_HELD_OUT = 3
 """With fewer held-out classes nearly every query is right, whatever the epoch."""
 
 
@@ -203,8 +203,8 @@ def split_rows(catalog: Catalog, recipe: Recipe) -> DataSplit:
         if reason:
             protocol = "last"
             notes.append(f"{reason}: trained on all of them, the last epoch is saved")
-        out = np.isin(part.class_names, names)[part.codes]
-        rows["train"], rows["held_out"] = train[~out], train[out]
+        held_out = np.isin(part.class_names, names)[part.codes]
+        rows["train"], rows["held_out"] = train[~held_out], train[held_out]
         titles["held_out"] = "the held-out classes"
     for name, selects in (("held_out", "held_out"), ("test", "paper")):
         if len(rows[name]) == 0:
@@ -251,18 +251,18 @@ def _hold_out(train: Catalog, fraction: float) -> tuple[tuple[str, ...], str]:
     """Return the classes to hold out or, if that is impossible, none and the reason."""
     images = np.bincount(train.codes)
     pairs = train.subset(images[train.codes] > 1)  # a class of one image has no positives
-    classes, able = len(images), len(pairs.class_names)
-    number = max(FEWEST_HELD_OUT, round(fraction * able))
-    if classes < FEWEST_CLASSES:
+    classes, candidates = len(images), len(pairs.class_names)
+    number = max(MIN_HELD_OUT, round(fraction * candidates))
+    if classes < MIN_CLASSES:
         return (), f"{classes} training classes are too few to hold some out"
-    if able < number:
-        few = f"only {able} have two images, too few to hold some out"
+    if candidates < number:
+        few = f"only {candidates} have two images, too few to hold some out"
         return (), f"of {classes} training classes {few}"
     if classes - number < 2:
         return (), f"evaluation.held_out {fraction} leaves too few of {classes} classes to train on"
-    if able == number:
+    if candidates == number:
         return pairs.class_names, ""
-    return pairs.split_classes((able - number, number), seed=0)[1].class_names, ""
+    return pairs.split_classes((candidates - number, number), seed=0)[1].class_names, ""
 
 
 def cache_sizes(recipe: Recipe, preprocessing: Preprocessing) -> tuple[Size, Size]:
@@ -297,17 +297,14 @@ def make_sampler(
             f"data.batch_size {d.batch_size} cannot be shared evenly by {world.size} processes. "
             f"Use a multiple of {world.size}."
         )
+    options: Any = {"drop_last": len(codes) >= d.batch_size, "seed": seed}
     try:
         if d.sampler == "balanced":
             classes = d.batch_size // d.images_per_class
             return ClassBalancedSampler(codes, classes, d.images_per_class, seed=seed)
-        full = len(codes) >= d.batch_size
         if d.sampler == "streamed":
-            buffer = d.shuffle_buffer
-            return StreamedSampler(
-                len(codes), d.batch_size, buffer=buffer, drop_last=full, seed=seed
-            )
-        return ShuffledSampler(len(codes), d.batch_size, drop_last=full, seed=seed)
+            return StreamedSampler(len(codes), d.batch_size, buffer=d.shuffle_buffer, **options)
+        return ShuffledSampler(len(codes), d.batch_size, **options)
     except ValueError as error:
         raise RecipeError(f"data: {error}") from error
 

@@ -25,9 +25,9 @@ from proximetry.data.resample import Windows
 from proximetry.models import Preprocessing
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.schema import Recipe
+from proximetry.training.checkpoint import RunError
 from proximetry.training.distributed import World
 from proximetry.training.reporting import Display
-from proximetry.training.run_folder import RunError
 from proximetry.training.sources.base import (
     Rows,
     TrainingData,
@@ -79,7 +79,7 @@ class ImageData(TrainingData):
         ]
         return StorageFacts(
             pixels=sum(size for _, size in caches),
-            missing=sum(size for there, size in caches if not there),
+            missing=sum(size for complete, size in caches if not complete),
             disk=free_space(recipe),
             memory=available_memory(),
         )
@@ -99,7 +99,7 @@ class ImageData(TrainingData):
         self._eval_source: PixelCache | ImageLoader
         train_size, eval_size = self._sizes
         if mode == "none":
-            if bad := self.world.first(self._unreadable):
+            if bad := self.world.on_main(self._unreadable):
                 self._exclude(bad)
             self.fingerprint = fingerprint(self.catalog)
             self._eval_rows = np.arange(len(self.catalog))
@@ -162,7 +162,7 @@ class ImageData(TrainingData):
             )
 
         if self.world.size > 1:
-            self.world.first(lambda: len(build()))  # rank 0 decodes, the others open its cache
+            self.world.on_main(lambda: len(build()))  # rank 0 decodes, the others open its cache
         cache = build()
         if started:
             message(f"decoded {count} images in {time.monotonic() - started:.0f} s")
@@ -174,11 +174,11 @@ class ImageData(TrainingData):
         return cache
 
     def _exclude(self, bad: Bad) -> None:
-        """Continue without unreadable images."""
+        """Exclude unreadable images."""
         skipped, before = [f"skipped {path}: {why}" for path, why in bad], self.notes
         self.split(without(self.catalog, bad), skipped)
-        more = [note for note in self.notes if note not in {*before, *skipped}]
-        for note in [*first_few(skipped, "results.json"), *more]:
+        new_notes = [note for note in self.notes if note not in {*before, *skipped}]
+        for note in [*first_few(skipped, "results.json"), *new_notes]:
             self._display.message(note)
 
     def _loader(self, size: Size) -> ImageLoader:
@@ -194,8 +194,8 @@ class ImageData(TrainingData):
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pixels and labels of this process's part of each batch, from batch ``start`` on.
 
-        The next batch is prepared during the training step: in a thread on the CPU, on a stream of
-        its own on a GPU. A batch depends on the seed, the epoch and its number only.
+        The next batch is prepared during the training step: in a thread on the CPU, on a separate
+        stream on a GPU. A batch depends on the seed, the epoch and its number only.
         """
         numbers = range(start, len(self.sampler))
         on_cpu = self.world.device.type == "cpu"
@@ -299,7 +299,7 @@ def _one_ahead(items: Iterable[T]) -> Iterator[T]:
 
 
 def without(catalog: Catalog, bad: Bad) -> Catalog:
-    """Return the catalog without unreadable images, given their path and reason."""
+    """Return the catalog without unreadable images."""
     paths = {path for path, _ in bad}
     return catalog.subset([row for row, path in enumerate(catalog.paths) if path not in paths])
 

@@ -91,10 +91,10 @@ def torch_datasets(data: Any) -> TorchDatasets:
 
 
 def _read_item(name: str, dataset: Any, row: int) -> tuple[Any, Any]:
-    """Return image and label of an item; raise if they are none."""
+    """Return image and label of an item; raise if they cannot be used."""
     item, where = dataset[row], f"item {row} of {name}"
     if not isinstance(item, tuple | list) or len(item) < 2:
-        raise UsageError(f"{where} must be (image, label), got {_described(item)}")
+        raise UsageError(f"{where} must be (image, label), got {_describe(item)}")
     image, label = item[0], _plain_label(item[1])
     if type(label) not in (int, str):
         raise UsageError(
@@ -109,12 +109,12 @@ def _read_item(name: str, dataset: Any, row: int) -> tuple[Any, Any]:
     elif not isinstance(image, Image.Image) and not _is_float(image):
         raise UsageError(
             f"{where}: an image must be a PIL image, uint8 [height, width, 3] or a float tensor "
-            f"for the network, got {_described(image)}"
+            f"for the network, got {_describe(image)}"
         )
     return image, label
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Tensor | np.ndarray):
         return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
     return format_value(value)
@@ -132,8 +132,8 @@ def _plain_label(label: Any) -> Any:
 def _labels(name: str, dataset: Any, display: Display) -> list[Any]:
     """Return the labels of all items: those the dataset lists, if they are right, else read."""
     stored, rows = _stored_labels(dataset), range(len(dataset))
-    probes = (rows[0], rows[len(rows) // 2], rows[-1])
-    if stored and all(_read_item(name, dataset, row)[1] == stored[row] for row in probes):
+    samples = (rows[0], rows[len(rows) // 2], rows[-1])
+    if stored and all(_read_item(name, dataset, row)[1] == stored[row] for row in samples):
         return stored
     display.message(f"reading {format_int(len(rows))} items of {name} once, for their labels…")
     labels: list[Any] = []
@@ -157,9 +157,9 @@ def _stored_labels(dataset: Any) -> list[Any] | None:
         if isinstance(labels, Tensor | np.ndarray):
             labels = labels.tolist()
         if isinstance(labels, Sequence) and len(labels) == len(dataset):
-            plain = [_plain_label(label) for label in labels]
-            if all(type(label) in (int, str) for label in plain):
-                return plain
+            labels = [_plain_label(label) for label in labels]
+            if all(type(label) in (int, str) for label in labels):
+                return labels
     return None
 
 
@@ -217,11 +217,8 @@ class _BatchReader:
 
     def train(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the input of a training step and its labels."""
-        generator, mine, labels = (
-            batch.generator(),
-            batch.local_slice,
-            torch.from_numpy(batch.labels),
-        )
+        generator, mine = batch.generator(), batch.local_slice
+        labels = torch.from_numpy(batch.labels)
         seeds = [derive_seed(*batch.key, position) for position in range(batch.total)[mine]]
         images = self._items(batch.rows, seeds)
         if self.tensors:
@@ -246,16 +243,16 @@ class _BatchReader:
         """Read items, each with its own seed for the random numbers of the dataset."""
         images, parts = [], [*self.datasets.parts.items()]
         for row, seed in zip(rows.tolist(), seeds, strict=True):
-            part = int(np.searchsorted(self.starts, row, "right")) - 1
-            split, dataset = parts[part]
-            name, number = self.datasets.title(split), row - int(self.starts[part])
+            index = int(np.searchsorted(self.starts, row, "right")) - 1
+            split, dataset = parts[index]
+            name, number = self.datasets.title(split), row - int(self.starts[index])
             torch.manual_seed(seed)
             np.random.seed(seed % 2**32)
             random.seed(seed)
             image, label = _read_item(name, dataset, number)
             if self.tensors != _is_float(image):
                 raise UsageError(
-                    f"item {number} of {name} is {_described(image)}, unlike the first one. Use "
+                    f"item {number} of {name} is {_describe(image)}, unlike the first one. Use "
                     "images or float tensors, not both."
                 )
             expected = self.labels[row]
@@ -289,7 +286,7 @@ class TorchDatasetData(TrainingData):
     ) -> None:
         super().__init__(recipe, catalog, world, display)
         self.fingerprint = fingerprint(catalog)
-        if world.first(lambda: self.fingerprint) != self.fingerprint:
+        if world.on_main(lambda: self.fingerprint) != self.fingerprint:
             raise RunError(f"{datasets.name} has other labels on rank {world.rank} than on rank 0")
         split, dataset = next(iter(datasets.parts.items()))
         with preserve_rng_state():

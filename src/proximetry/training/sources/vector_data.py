@@ -32,7 +32,7 @@ class VectorData(TrainingData):
         self.origin = f"vectors from memory ({readable_size(self._vectors.nbytes)})"
 
     def open_cache(self, mode: str) -> None:
-        """Bring them to the GPU of the run if they fit there with room to spare."""
+        """Move the vectors to the GPU of the run if they fit in a part of its memory."""
         device, size = self.world.device, self._vectors.nbytes
         if device.type == "cuda" and size <= PIXELS_SHARE * torch.cuda.mem_get_info(device)[0]:
             self._vectors = self._vectors.to(device)
@@ -81,7 +81,7 @@ def _features(data: TrainingData, embedder: Embedder, batch_size: int, display: 
     share_buffers(embedder, world)
     with torch.no_grad(), evaluation_mode(embedder):
         for rows in data.rows.values():
-            share = world.share(len(rows))
+            share = world.local_slice(len(rows))
             parts, remaining = [torch.empty(0, embedder.width)], len(rows[share])
             for batch in data.views(rows[share], batch_size):
                 features = extract_features(embedder, batch, data.stage)[:remaining].float().cpu()

@@ -1,4 +1,4 @@
-"""The training loop: start at `fit`."""
+"""`Run`: all parts of a run, its state, its clock and its stop requests."""
 
 from __future__ import annotations
 
@@ -12,33 +12,26 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from proximetry.data.images import ImageError
 from proximetry.recipe.schema import Recipe
-from proximetry.training.checkpoint import RunError, TrainState, link_checkpoints, save_state
-from proximetry.training.distributed import World, any_rank
-from proximetry.training.evaluator import Evaluator, SplitScores
-from proximetry.training.results import (
-    early_stop,
-    evaluate_final,
-    evaluate_untrained,
-    save_embedder,
-    selection_value,
-)
+from proximetry.training.checkpoint import RunError
+from proximetry.training.distributed import World
+from proximetry.training.evaluator import Evaluator, SplitScores, selection_value
+from proximetry.training.metrics_table import selection_title
 from proximetry.training.run_folder import RunFolder
 from proximetry.training.schedule import LearningRates
 from proximetry.training.sources.base import TrainingData
-from proximetry.training.step import Updater
+from proximetry.training.updater import Updater
 
 FOLLOW_PARENT = "PROXIMETRY_FOLLOW_PARENT"
-"""Environment variable: the id of a parent process; the run stops when that process is gone."""
+"""Environment variable: the id of a parent process; the run stops when that process has ended."""
 RESUME = "The same command (without --fresh) resumes it."
 Phase = Literal["startup", "training", "evaluation", "other"]
 
 
 class Stopped(Exception):  # noqa: N818
-    """A run that was stopped and saved, and how to resume it."""
+    """A run was stopped and saved; the message is how to resume it."""
 
 
 @dataclass
@@ -60,7 +53,7 @@ class StopRequests(AbstractContextManager[Any]):
             signal.signal(number, handler)
 
     def __call__(self) -> bool:
-        """Return whether a signal arrived or the parent to follow is gone."""
+        """Return whether a signal arrived or the parent process has ended."""
         return self.requested or os.environ.get(FOLLOW_PARENT) not in (None, str(os.getppid()))
 
     def _handle(self, number: int, frame: object) -> None:
@@ -71,7 +64,7 @@ class StopRequests(AbstractContextManager[Any]):
 
     @contextmanager
     def immediate(self, message: str) -> Iterator[None]:
-        """Raise `Stopped` with this message on a request, where nothing is lost by it."""
+        """Within the context, raise `Stopped` with this message on a request."""
         if self():
             raise Stopped(message)
         self._message = message
@@ -105,6 +98,63 @@ class Stopwatch:
         """Return the seconds by phase up to now; the current phase continues."""
         duration = time.monotonic() - self.since
         return {**self.seconds, self.phase: self.seconds[self.phase] + duration}
+
+
+@dataclass
+class TrainState:
+    """Counters of the loop and the epoch selected so far.
+
+    Attributes:
+        loss_sum: sum of the losses of the current epoch, on the device.
+        bad_step: the first step whose loss was not finite, on the device; -1 for none.
+        epoch: complete epochs.
+        batch: steps of the current epoch.
+        step: steps of the run.
+        best_epoch: the selected epoch so far.
+        best_value: its selection metric.
+        stale: evaluations since the last improvement.
+        finished: ``training.epochs`` of the recipe when a callback ended the run, if one did.
+        lines: the lines of metrics.jsonl, which a resumed run writes again.
+    """
+
+    loss_sum: Tensor
+    bad_step: Tensor
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    best_epoch: int | None = None
+    best_value: float | None = None
+    stale: int = 0
+    finished: int | None = None
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def advance(self, loss: Tensor) -> None:
+        """Count a step and its loss, without waiting for the device."""
+        self.loss_sum += loss
+        first_bad = (self.bad_step < 0) & ~torch.isfinite(loss)
+        self.bad_step = torch.where(first_bad, self.step, self.bad_step)
+        self.batch += 1
+        self.step += 1
+
+    def end_epoch(self, batches: int) -> dict[str, Any]:
+        """Count an epoch of this number of batches; return epoch, step and mean loss."""
+        self.epoch += 1
+        self.batch = 0
+        mean = self.loss_sum.item() / batches
+        self.loss_sum.zero_()
+        return {"epoch": self.epoch, "step": self.step, "loss": mean}
+
+    def observe(self, value: float) -> bool:
+        """Record the selection metric of an epoch; return whether it is the best so far.
+
+        Of equal epochs the last one is selected, as it was trained for longer; it does not count as
+        an improvement for the patience of the schedule and of early stopping.
+        """
+        improved = self.best_value is None or value > self.best_value
+        if improved or value == self.best_value:
+            self.best_epoch, self.best_value = self.epoch, value
+        self.stale = 0 if improved else self.stale + 1
+        return improved
 
 
 @dataclass
@@ -150,6 +200,19 @@ class Run:
         t, state = self.recipe.training, self.state
         return state.finished == t.epochs or t.is_over(state.epoch, state.stale)
 
+    def early_stop_reason(self) -> str:
+        """Return why the run ended before its last epoch, "" if it did not."""
+        state, selection = self.state, self.selection()
+        if state.epoch >= self.recipe.training.epochs:
+            return ""
+        stopped = f"stopped early after epoch {state.epoch}"
+        if selection is None or state.finished == self.recipe.training.epochs:
+            return f"{stopped}: a callback called run.finish()"
+        return (
+            f"{stopped}: no improvement of {selection_title(*selection)} in {state.stale} "
+            f"evaluations; best epoch {state.best_epoch}"
+        )
+
     def selection(self) -> tuple[str, str] | None:
         """Return the split and the metric that select the epoch, if any."""
         split = {"held_out": "held_out", "paper": "test"}.get(self.data.protocol)
@@ -170,10 +233,8 @@ class Run:
 
     def evaluates_now(self) -> bool:
         """Return whether the embedder is evaluated and saved after this epoch."""
-        epoch, every = (
-            self.state.epoch,
-            self.recipe.evaluation_interval(bool(self.watched_splits())),
-        )
+        epoch = self.state.epoch
+        every = self.recipe.evaluation_interval(bool(self.watched_splits()))
         return epoch % every == 0 or epoch == self.recipe.training.epochs
 
     def keeps_checkpoint(self) -> bool:
@@ -205,7 +266,7 @@ class Run:
 
     def log(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl."""
-        if self.world.leads:
+        if self.world.is_main:
             self.folder.log(line)
 
     def stoppable(self, when: str) -> AbstractContextManager[None]:
@@ -244,90 +305,3 @@ class Run:
                 "float32, in another folder or with --fresh."
                 + (f" The last good checkpoint is {last}." if last.exists() else "")
             )
-
-
-def fit(run: Run) -> dict[str, Any]:
-    """Train from the current state to the end, save the embedder, return the results."""
-    state, evaluated = run.state, None
-    run.notify("on_start")
-    if run.recipe.evaluation.untrained and state.step == 0 and run.final_splits():
-        with run.stoppable("before the first step"):
-            line = evaluate_untrained(run)
-        state.lines.append(line)
-        run.log(line)
-        run.notify("on_untrained", line)
-    while not run.is_over():
-        line, evaluated = train_epoch(run), None
-        if run.evaluates_now():
-            run.clock.enter("evaluation")
-            evaluated = run.evaluator.evaluate(run.watched_splits())
-            line |= evaluated.scores
-            if run.select(evaluated):
-                save_embedder(run, {"epoch": state.epoch, **evaluated.scores}, evaluated)
-            line["evaluation_seconds"] = round(run.clock.enter("other"), 3)
-        state.lines.append(line)
-        if run.saves_now():
-            save_state(run)
-            link_checkpoints(run)  # best.safetensors is a hard link to last.safetensors
-        run.log(line)  # after the checkpoint: a logged epoch can be resumed from
-        run.notify("on_epoch_end", line)
-        if any_rank(run.finish_requested, run.world) and not run.is_over():
-            state.finished = run.recipe.training.epochs
-            save_state(run)
-    if why := early_stop(run):
-        run.report(why)
-    with run.stoppable("in the final evaluation"):
-        results, selected = evaluate_final(run, evaluated)
-    save_embedder(run, results["selected"], selected)
-    if run.world.leads:
-        run.folder.write_results(results)
-    run.world.wait()
-    run.notify("on_end", results)
-    return run.folder.read_results()
-
-
-def train_epoch(run: Run) -> dict[str, Any]:
-    """Train the rest of an epoch; return its line of metrics.jsonl without the evaluation."""
-    state, updater, clock = run.state, run.updater, run.clock
-    checkpoint_steps = run.recipe.training.checkpoint_steps
-    run.rates.apply(updater.optimizer, state.epoch)
-    updater.embedder.train()
-    updater.objective.train()
-    changed = updater.freeze_backbone(state.epoch < run.recipe.schedule.freeze_backbone_epochs)
-    if clock.phase != "startup":
-        clock.enter("startup" if changed else "training")
-    images = 0
-    try:
-        for pixels, labels in run.data.batches(state.epoch, state.batch):
-            loss = updater(pixels, labels, state.step)  # forward, loss, backward, update, EMA
-            state.advance(loss)
-            starting = clock.phase == "startup"
-            if starting or run.world.device.type == "cpu":  # else this would wait for the GPU
-                run.check_finite()
-            if starting:
-                clock.enter("training")
-            else:
-                images += len(labels) * run.world.size
-            within = state.batch < len(run.data.sampler)
-            if within and checkpoint_steps and state.step % checkpoint_steps == 0:
-                save_state(run)
-            run.notify("on_step_end", loss)
-            if any_rank(run.stop_requested or run.stop_requests(), run.world):
-                clock.enter("other")
-                save_state(run)
-                run.notify("on_stop")
-                raise Stopped(
-                    f"stopped after step {state.step}, saved in {run.folder.path}. {RESUME}"
-                )
-    except ImageError:
-        if run.world.size == 1:  # other ranks are already in the next step
-            save_state(run)
-        raise
-    run.check_finite(weights=True)  # which waits for the device
-    seconds = clock.enter("other")
-    return {
-        **state.end_epoch(len(run.data.sampler)),
-        "lr": updater.optimizer.param_groups[0]["lr"],
-        "images_per_second": round(images / seconds, 1) if images and seconds else None,
-        "seconds": round(clock.seconds["training"], 3),
-    }

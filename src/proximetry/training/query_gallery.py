@@ -1,4 +1,4 @@
-"""Which rows of a catalog are queries and which are the gallery."""
+"""Queries and gallery of a catalog: which rows have these roles, and whether they suffice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 def choose_split(catalog: Catalog, split: str | None, source: str) -> tuple[Catalog, str]:
-    """Return the rows of a split and its name: by default test if there are such rows, else all."""
+    """Return the rows of a split and its name; by default test if the catalog has it, else all."""
     if len(catalog) == 0:
         raise UsageError(f"{source} contains no images")
     name = split or ("test" if "test" in catalog.splits else "all")
@@ -31,10 +31,7 @@ def choose_split(catalog: Catalog, split: str | None, source: str) -> tuple[Cata
 
 
 def with_needed_roles(catalog: Catalog) -> Catalog:
-    """Drop roles without effect: every image has both, or none has any.
-
-    All images are then compared with all others.
-    """
+    """Drop roles without effect: every image has both, or none has any."""
     if catalog.queries is None or catalog.galleries is None:
         return catalog
     roles = np.concatenate(_roles(catalog))
@@ -103,7 +100,7 @@ def no_positives(catalog: Catalog) -> str:
 
 
 def check_comparison(catalog: Catalog, metrics: Metrics) -> list[str]:
-    """Reject images that cannot be evaluated; return notes on metrics without meaning.
+    """Reject images that cannot be evaluated; return notes on metrics that are always 100 %.
 
     Uses the catalog alone, before any image is read.
 
@@ -114,19 +111,20 @@ def check_comparison(catalog: Catalog, metrics: Metrics) -> list[str]:
         raise ValueError(reason)
     catalog = with_needed_roles(catalog)
     queries, gallery = _roles(catalog)
-    if catalog.queries is not None and (whole := metrics.one_set()):
+    if catalog.queries is not None and (metric := metrics.one_set()):
         raise ValueError(
-            f"{whole} needs one set, but {catalog.root} has queries and a gallery. Remove {whole}, "
-            "or the columns query and gallery."
+            f"{metric} needs one set, but {catalog.root} has queries and a gallery. Remove "
+            f"{metric}, or the columns query and gallery."
         )
     if metrics.verification:
         try:
             draw_pairs(catalog.codes)
         except ValueError as error:
             raise ValueError(f"the images of {catalog.root}: {error}") from error
-    size = int(gallery.sum()) - bool(gallery[queries].all())
-    one = "every neighbor is right for any embedder: all images are of one class"
-    return [one] * (len(catalog.class_names) == 1) + [
+    size, notes = int(gallery.sum()) - bool(gallery[queries].all()), []
+    if len(catalog.class_names) == 1:
+        notes.append("every neighbor is right for any embedder: all images are of one class")
+    return notes + [
         f"recall@{k} is 100 % for any embedder: the gallery of a query has {size} images"
         for k in metrics.recall_at
         if k >= size

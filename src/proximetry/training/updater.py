@@ -1,4 +1,4 @@
-"""One update of the weights: forward, loss over all processes, backward, optimizer."""
+"""`Updater`: one update of the weights, to minimize the `Objective` over all processes."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -20,9 +20,6 @@ from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import LossConfig, Recipe
 from proximetry.training.distributed import World, average_gradients
 from proximetry.training.sources.base import derive_seed
-
-_Pairs = tuple[list[Tensor], list[Tensor]]
-"""Tensors of the moving average, and those of the network."""
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
@@ -80,7 +77,7 @@ class Objective(nn.Module):
         ):
             if is_set and proxies is None:
                 raise RecipeError(f"loss.{key} needs proxies; loss {config.name} has none")
-        self.after_step()  # on the sphere from the start: the first step depends on their length
+        self.after_step()  # also before the first step, which depends on their lengths
         self.exclusive = losses.ExclusiveRegularizer(config.exclusive) if config.exclusive else None
         self.angular_center = (
             losses.AngularCenterLoss(config.angular_center) if config.angular_center else None
@@ -149,36 +146,36 @@ class Updater:
         self.scaler = torch.amp.GradScaler(
             world.device.type, enabled=recipe.training.precision == "float16"
         )
-        self._plain = TrainingNetwork(embedder, recipe, world.device, stage)
+        self._training_network = TrainingNetwork(embedder, recipe, world.device, stage)
         self.graph, self._on_graph_failure = graph, on_graph_failure
         self._frozen: bool | None = None
+        self._buffers: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        if self.average is not None:
+            for average, buffer in zip(self.average.buffers(), embedder.buffers(), strict=True):
+                averages, buffers = self._buffers.setdefault(buffer.dtype, ([], []))
+                averages.append(average)
+                buffers.append(buffer)
         self.freeze_backbone(recipe.schedule.freeze_backbone_epochs > 0)  # as in the first epoch
 
     def freeze_backbone(self, frozen: bool) -> bool:
         """Freeze or train the backbone; return whether that changed, so the next step is slow."""
+        parts = self.embedder.parameter_parts()
         # With precomputed features it is always frozen, without a head never.
-        headed = bool(self.embedder.parameter_parts()["head"])
-        before, self._frozen = self._frozen, (frozen and headed) or self.stage == "features"
-        if before == self._frozen:
+        frozen = (frozen and bool(parts["head"])) or self.stage == "features"
+        if frozen == self._frozen:
             return False
-        # CUDA graphs and DistributedDataParallel depend on which parameters are trained.
-        for parameter in self.embedder.parameter_parts()["backbone"]:
-            parameter.requires_grad_(not self._frozen)
-        self._parameters = list(self.embedder.parameters())
-        # Listing these at every step would take longer than updating a small network.
-        self._followed: _Pairs = ([], [])
-        self._buffers: dict[torch.dtype, _Pairs] = {}
+        self._frozen = frozen
+        for parameter in parts["backbone"]:
+            parameter.requires_grad_(not frozen)
+        # Listing tensors at every step would take longer than updating a small network.
+        self._trained: list[Tensor] = [p for p in self.embedder.parameters() if p.requires_grad]
         if self.average is not None:
             pairs = zip(self.average.parameters(), self.embedder.parameters(), strict=True)
-            trained = [(slow, fast) for slow, fast in pairs if fast.requires_grad]
-            self._followed = [slow for slow, _ in trained], [fast for _, fast in trained]
-            for slow, fast in zip(self.average.buffers(), self.embedder.buffers(), strict=True):
-                averages, values = self._buffers.setdefault(slow.dtype, ([], []))
-                averages.append(slow)
-                values.append(fast)
-        self.network: nn.Module = self._plain
+            self._averages: list[Tensor] = [average for average, p in pairs if p.requires_grad]
+        # CUDA graphs and DistributedDataParallel depend on which parameters are trained.
+        self.network: nn.Module = self._training_network
         if self.graph:
-            self.network = GraphedNetwork(self._plain, self._on_graph_failure)
+            self.network = GraphedNetwork(self._training_network, self._on_graph_failure)
         if self.world.size > 1:  # a custom network may not use all of its parameters
             unused = self.embedder.is_custom
             self.network = DistributedDataParallel(self.network, find_unused_parameters=unused)
@@ -188,19 +185,19 @@ class Updater:
         """Make one update; return the loss of the whole batch over all processes."""
         o, loss = self.recipe.optimizer, self.backward(pixels, labels, step)
         if o.clip_value is not None:
-            parameters = [*self._parameters, *self.objective.parameters()]
-            nn.utils.clip_grad_value_(parameters, o.clip_value)
+            nn.utils.clip_grad_value_([*self._trained, *self.objective.parameters()], o.clip_value)
         if o.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, o.clip_norm)
+            nn.utils.clip_grad_norm_(self._trained, o.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.objective.after_step()
         if self.average is not None:  # which starts like a plain mean
             decay = min(self.recipe.training.ema, (1 + step) / (10 + step))
             with torch.no_grad():
-                torch._foreach_lerp_(*self._followed, 1 - decay)  # one launch, as in torch's EMA
-                for averages, values in self._buffers.values():
-                    torch._foreach_copy_(averages, values)
+                # One launch, as in torch's EMA.
+                torch._foreach_lerp_(self._averages, self._trained, 1 - decay)
+                for averages, buffers in self._buffers.values():
+                    torch._foreach_copy_(averages, buffers)
         return loss
 
     def backward(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
