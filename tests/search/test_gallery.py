@@ -217,7 +217,7 @@ def test_update_embeds_again_and_gives_new_ids(gallery):
         (lambda g: g.search(make_vectors(1), 0), "k must be"),
         (lambda g: g.search(make_vectors(1)[:, :4]), r"vectors must be \[1, 8\]"),
         (lambda g: g.search(make_vectors(1) * np.inf), "NaN or infinite"),
-        (lambda g: g.search("/x.png"), r"write \[image\]"),
+        (lambda g: g.search("/x.png"), r"Pass \[image\]"),
         (lambda g: g.search(make_vectors(1), where={"lable": "class1"}), "did you mean 'label'"),
         (lambda g: g.search(make_vectors(1), where={"label": "clas1"}), "did you mean 'class1'"),
         (lambda g: g.search(make_vectors(1), where={"label": []}), "no value for label"),

@@ -225,17 +225,17 @@ class TestBroken:
         assert not (tmp_path / "run").exists()
 
     def test_damaged_image_stops_the_run_which_resumes_when_fixed(self, own, tmp_path):
-        # Evaluation sees training images too, and would find it first.
+        # Evaluation reads training images too. A GPU reads one batch ahead.
         own = own.override({"evaluation": {"protocol": "last", "untrained": False}})
-        train(own, tmp_path / "whole")
+        train(own, tmp_path / "whole", device="cpu")
         file, whole = self.cut(make_data(own), 2, 300)
         message = rf"{file.name}: damaged.*after step 2"
         with pytest.raises(RunError, match=message):
-            train(own, tmp_path / "run")
+            train(own, tmp_path / "run", device="cpu")
         assert RunFolder(tmp_path / "run").inspect().checkpoint["state"]["step"] == 2
         file.write_bytes(whole)
         messages = Messages()
-        train(own, tmp_path / "run", display=messages)
+        train(own, tmp_path / "run", device="cpu", display=messages)
         assert "continuing after step 2 (epoch 0)" in messages.lines
         assert_same_run(tmp_path / "run", tmp_path / "whole")
 

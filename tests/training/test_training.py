@@ -123,14 +123,15 @@ def test_cuda_graph_trains_like_eager_mode(images, cache, tmp_path):
         model={"backbone": "tf_efficientnet_lite0", "freeze_batchnorm": True, "image_size": 64},
         schedule={"freeze_backbone_epochs": 1},
         evaluation={"protocol": "last"},
+        training={"precision": "float32"},
     )
     losses = {}
     for name, graph in (("plain", False), ("graphed", True), ("again", True)):
         train(with_(recipe, "training", cuda_graph=graph), tmp_path / name)
         losses[name] = [line["loss"] for line in RunFolder(tmp_path / name).history()]
     assert losses["again"] == losses["graphed"]
-    # Other kernels round otherwise: not much while the backbone stands still, more as it learns.
-    assert losses["graphed"][0] == pytest.approx(losses["plain"][0], rel=1e-3)
+    # The kernels of the graph round differently, which training amplifies.
+    assert losses["graphed"][0] == pytest.approx(losses["plain"][0], rel=1e-5)
     assert losses["graphed"] == pytest.approx(losses["plain"], rel=1e-2)
 
 

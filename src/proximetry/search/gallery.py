@@ -309,12 +309,10 @@ class Gallery:
         progress: Progress | None = None,
         report: Report | None = None,
     ) -> IntArray:
-        """Add images and return their ids.
+        """Add images and return their ids; arguments as in `build`.
 
-        Args:
-            replace: embed images again that are already in the gallery, under new ids. Files
-                without `labels` keep their metadata. By default such images raise UsageError.
-            images, labels, vectors, bad_images, batch_size, progress, report: see `build`.
+        With `replace`, images that are already in the gallery are embedded again, under new ids;
+        files without `labels` keep their metadata. By default such images raise UsageError.
         """
         new = NewImages(images, self.dim, labels, vectors, bad_images, batch_size, progress, report)
         snapshot = self._read_snapshot()
