@@ -1,17 +1,14 @@
 """The dense engine, which computes all similarities in one array and uses autograd."""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from proximetry._util.tensors import inverse_length, l2_normalize
+from proximetry._util.tensors import inverse_length
 from proximetry.losses.form import Aggregation, LossForm, Parts, Problem
-
-#: Maximum entries of a block of proxies.
-BLOCK_ENTRIES = 2**20
 
 
 def cosines(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,25 +130,38 @@ def intra_class_distance(weight: Tensor) -> Tensor:
     if k == 1:
         return weight.new_zeros(())
     with torch.autocast(weight.device.type, enabled=False):
-        rows = block_rows(weight)
-        if classes <= rows or torch.compiler.is_compiling():
-            total = _pair_distances(weight)
-        else:  # in blocks of classes, recomputed in backward
-            blocks = torch.split(weight, rows)
-            parts = [checkpoint(_pair_distances, block, use_reentrant=False) for block in blocks]
-            total = torch.stack(parts).sum()
+        total: Tensor = _PairDistances.apply(weight)  # type: ignore[no-untyped-call]
         return total / (classes * k * (k - 1))
 
 
-def block_rows(weight: Tensor) -> int:
-    """Return the number of rows of ``weight`` in a block of `BLOCK_ENTRIES`."""
-    return max(1, BLOCK_ENTRIES // weight[0].numel())
+class _PairDistances(torch.autograd.Function):
+    """Σ over classes and pairs t < s of √(2 + 1e-5 − 2 cos(w_t, w_s)).
+
+    The Gram matrices [C, K, K] of the proxies give the distances, and one product with the proxies
+    the gradient: Σ_s (ŵ_t cos_ts − ŵ_s) / (distance_ts ‖w_t‖).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        _, distance, _, pairs = _pair_distances(weight)
+        return (distance * pairs).sum() / 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (weight,) = ctx.saved_tensors
+        with torch.autocast(weight.device.type, enabled=False):
+            cosine, distance, inverse, pairs = _pair_distances(weight)
+            near = pairs / distance
+            factors = torch.diag_embed((cosine * near).sum(2)) - near
+            return (grad * factors * inverse.unsqueeze(1) * inverse.unsqueeze(2)) @ weight
 
 
-def _pair_distances(weight: Tensor) -> Tensor:
-    """Return Σ over classes and pairs t < s of the distance of two proxies."""
-    direction, _ = l2_normalize(weight)
-    cosine = direction @ direction.transpose(1, 2)
-    k = weight.shape[1]
-    first, second = torch.triu_indices(k, k, 1, device=weight.device)
-    return (2.0 + 1e-5 - 2.0 * cosine[:, first, second]).clamp(min=1e-6).sqrt().sum()
+def _pair_distances(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return cosines and distances [C, K, K], 1 / ‖w‖ [C, K], and 1 for pairs t ≠ s [K, K]."""
+    gram = weight @ weight.transpose(1, 2)
+    squares = gram.diagonal(dim1=1, dim2=2)
+    inverse = torch.where(squares > 1e-24, squares, torch.inf).rsqrt()
+    cosine = gram * inverse.unsqueeze(1) * inverse.unsqueeze(2)
+    pairs = 1 - torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+    return cosine, (2.0 + 1e-5 - 2.0 * cosine).clamp(min=1e-6).sqrt(), inverse, pairs

@@ -15,9 +15,12 @@ from proximetry._util.tensors import (
     rescale,
 )
 from proximetry.losses.base import IGNORED, Labels, validate_batch
-from proximetry.losses.dense import add_rows_, block_rows, intra_class_distance, weighted_mean
+from proximetry.losses.dense import add_rows_, intra_class_distance, weighted_mean
 from proximetry.losses.proxies import Proxies
 from proximetry.losses.settings import FullPrecision, count, non_negative, positive
+
+#: Entries of a block of proxies.
+BLOCK_ENTRIES = 2**20
 
 
 class _Term(FullPrecision):
@@ -167,6 +170,11 @@ def _valid_labels(embeddings: Tensor, labels: Labels, centers: Tensor) -> tuple[
     labels = validate_batch(embeddings, labels, centers.shape[-1], len(centers))
     ignored = labels == IGNORED
     return labels.masked_fill(ignored, 0), (~ignored).to(centers.dtype)
+
+
+def block_rows(weight: Tensor) -> int:
+    """Return the number of rows of ``weight`` in a block of `BLOCK_ENTRIES`."""
+    return max(1, BLOCK_ENTRIES // weight[0].numel())
 
 
 def _weight_of(proxies: Proxies | Tensor) -> Tensor:
