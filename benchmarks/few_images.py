@@ -20,7 +20,7 @@ from proximetry.data import open_dataset
 from proximetry.metrics import evaluate
 from proximetry.models import Embedder
 from proximetry.models.pca import moments_of_few, principal_axes, second_moments
-from proximetry.reproduce.page import grid
+from proximetry.reproduce.table_page import grid
 from proximetry.training.evaluator import encode_catalog
 
 DIM, WHITENING = 512, 0.25

@@ -34,7 +34,7 @@ from proximetry.models import Embedder, evaluation_mode
 from proximetry.models.embedder import extract_features
 from proximetry.models.pca import principal_axes, second_moments
 from proximetry.recipe.schema import Recipe
-from proximetry.training.sources.base import split_rows
+from proximetry.training.sources.training_data import split_rows
 from proximetry.training.updater import autocast
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

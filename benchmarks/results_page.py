@@ -10,10 +10,10 @@ from typing import Any, get_args
 from benchmarks.studies import HOME, read_study, studies, study_page
 from proximetry.recipe.schema import Recipe
 from proximetry.reproduce.figures import draw
-from proximetry.reproduce.page import grid, overview
 from proximetry.reproduce.records import Record, Results
 from proximetry.reproduce.statistics import Verdict, compare_claim
 from proximetry.reproduce.table import Table, shipped_tables
+from proximetry.reproduce.table_page import grid, overview
 
 PAGE = HOME.parent / "docs" / "results.md"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from proximetry._util.files import atomic_write
-from proximetry.reproduce.page import grid
+from proximetry.reproduce.table_page import grid
 from proximetry.training.run_folder import RunFolder
 
 METRIC = "map@r"

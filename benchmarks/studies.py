@@ -13,8 +13,8 @@ from pathlib import Path
 import yaml
 
 from proximetry.reproduce import ReproduceOptions, Table, reproduce
-from proximetry.reproduce.page import page
 from proximetry.reproduce.records import RUNS, Results, read_runs
+from proximetry.reproduce.table_page import page
 
 HOME = Path(__file__).parent
 GENERATED = "<!-- Generated from runs.jsonl by python -m benchmarks.results_page. -->\n"

@@ -135,7 +135,7 @@ FEATURES = {
     "add_lora(Embedder.create('test_vit', 8, weights='none', image_size=32), 2)",
     "onnx": "import onnx, onnxruntime, onnxscript",
     "faces": "-m proximetry faces verify --help",
-    "train": "import proximetry.training.trainer, proximetry.reproduce.page, proximetry.cli; "
+    "train": "import proximetry.training.trainer, proximetry.reproduce.table_page, proximetry.cli; "
     "assert proximetry.cli.main(['recipes']) == 0",
     "search": "from proximetry.search import Gallery; import faiss, pyarrow",
     "milvus": "import proximetry.search.milvus, pymilvus",

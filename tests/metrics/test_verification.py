@@ -14,12 +14,12 @@ from proximetry.metrics import (
     auc,
     draw_pairs,
     eer,
-    pair_lists,
     pair_similarities,
     read_pairs,
     roc,
     tar_at_far,
     templates,
+    verification_pairs,
     verify,
     verify_classes,
 )
@@ -152,7 +152,7 @@ def test_neighboring_floats_are_separated():
 
 @pytest.mark.parametrize("similarity", ["cosine", "euclidean", "dot"])
 def test_pair_similarities(similarity, monkeypatch):
-    monkeypatch.setattr(pair_lists, "_TILE", {"cpu": 50, "cuda": 50})
+    monkeypatch.setattr(verification_pairs, "_TILE", {"cpu": 50, "cuda": 50})
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(12, 7))
     vectors[3] = 0
@@ -338,7 +338,7 @@ def test_pair_similarities_rejects_invalid_pairs(pairs, options, message):
 
 
 def test_templates_are_normalized_weighted_means(monkeypatch):
-    monkeypatch.setattr(pair_lists, "_TILE", {"cpu": 12, "cuda": 12})
+    monkeypatch.setattr(verification_pairs, "_TILE", {"cpu": 12, "cuda": 12})
     rng = np.random.default_rng(0)
     vectors, weights = rng.normal(size=(20, 5)), rng.random(20)
     ids = np.array([f"video {i}" for i in rng.integers(0, 6, 20)])

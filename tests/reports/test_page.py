@@ -14,8 +14,8 @@ from proximetry import cli
 from proximetry.cli.demo import make_gallery
 from proximetry.data import open_dataset
 from proximetry.reports import RunRecord, evaluate_run, report, report_page, write_report
-from proximetry.reports.page import ReportSection
-from proximetry.reports.page import page as make_page
+from proximetry.reports.html_page import ReportSection
+from proximetry.reports.html_page import page as make_page
 from proximetry.search import Gallery
 from proximetry.training import Recipe, RunFolder, train
 from tests.reports.conftest import FILE, HOSTILE, Page, make_recipe, make_table

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from proximetry.reproduce.figures import curve, draw, figure_names, why_no_seconds
-from proximetry.reproduce.page import _convergence
 from proximetry.reproduce.records import Results
+from proximetry.reproduce.table_page import _convergence
 from tests.reproduce.small import make_table
 from tests.reproduce.test_statistics import record
 

@@ -16,8 +16,8 @@ from proximetry.reproduce import (
     reproduce,
     runner,
 )
-from proximetry.reproduce.page import overview, page
 from proximetry.reproduce.records import RUNS, Results, read_records
+from proximetry.reproduce.table_page import overview, page
 from tests.reproduce.small import (
     Ended,
     edit_run,

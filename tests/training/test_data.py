@@ -13,12 +13,12 @@ from proximetry.models import Embedder
 from proximetry.training import RecipeError, RunError
 from proximetry.training.distributed import World
 from proximetry.training.reporting import Display
-from proximetry.training.sources.base import (
+from proximetry.training.sources.image_data import ImageData
+from proximetry.training.sources.training_data import (
     cache_sizes,
     make_sampler,
     open_catalog,
 )
-from proximetry.training.sources.image_data import ImageData
 from tests.training.tiny import with_
 
 

@@ -12,7 +12,7 @@ from proximetry.data import Catalog
 from proximetry.models import Embedder
 from proximetry.training import RunError, train
 from proximetry.training.reporting import PlainDisplay
-from proximetry.training.sources.base import split_rows
+from proximetry.training.sources.training_data import split_rows
 from tests.training.tiny import make_recipe
 
 SIDE = 12

@@ -17,7 +17,7 @@ from proximetry.training import Recipe, RunError, RunFolder, evaluator, train
 from proximetry.training.evaluator import Evaluator, evaluate_embedder
 from proximetry.training.metrics_table import WITH_DISTRACTORS, metrics_table
 from proximetry.training.reporting import describe_epoch
-from proximetry.training.sources.base import split_rows
+from proximetry.training.sources.training_data import split_rows
 from tests.training.ranks import RUN, Ranks
 from tests.training.runs import observed
 from tests.training.tiny import make_images, make_recipe, with_

@@ -14,12 +14,12 @@ from proximetry.data import Catalog, open_dataset
 from proximetry.metrics import Metrics
 from proximetry.models import Embedder
 from proximetry.training import train
-from proximetry.training.evaluator import evaluate_embedder, means, score_queries
-from proximetry.training.query_gallery import (
+from proximetry.training.evaluation_inputs import (
     check_comparison,
     evaluation_arguments,
     with_needed_roles,
 )
+from proximetry.training.evaluator import evaluate_embedder, means, score_queries
 from tests.metrics import brute
 from tests.metrics.test_evaluation import CUTOFFS, EVERYTHING
 from tests.training.ranks import RUN, Ranks

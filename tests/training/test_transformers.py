@@ -10,7 +10,7 @@ from proximetry.training import Recipe, RunError, RunFolder, train
 from proximetry.training.checkpoint import read_part
 from proximetry.training.dry_run import dry_run
 from proximetry.training.evaluator import evaluate_embedder
-from proximetry.training.sources.base import open_catalog
+from proximetry.training.sources.training_data import open_catalog
 from tests.models import transformers  # noqa: F401 (importing registers tiny_dinov3)
 from tests.training.ranks import RUN, Ranks
 from tests.training.runs import assert_same_run, killed_at, tensors

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from numbers import Integral
-from typing import Any
 
 
 class UsageError(ValueError):
@@ -19,8 +17,3 @@ def suggest(name: str, valid_names: Iterable[str]) -> str:
     if match:
         return f", did you mean {match[0]!r}?"
     return f". Valid names: {', '.join(names)}." if len(names) <= 24 else "."
-
-
-def is_integer(value: Any, minimum: int = 1) -> bool:
-    """Return whether a value is an integer of any type but bool, at least `minimum`."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= minimum

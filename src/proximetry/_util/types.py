@@ -1,8 +1,9 @@
-"""Types that several packages share; importing them loads neither torch nor numpy."""
+"""Types that several packages share, and a type check; imports neither torch nor NumPy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 Similarity = Literal["cosine", "euclidean", "dot", "hamming"]
@@ -20,3 +21,8 @@ if TYPE_CHECKING:
     FloatArray = npt.NDArray[np.float64]
 else:  # for annotations only
     IntArray = FloatArray = Any
+
+
+def is_integer(value: Any, minimum: int = 1) -> bool:
+    """Return whether a value is an integer of any type but bool, at least `minimum`."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= minimum

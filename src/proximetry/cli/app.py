@@ -37,7 +37,7 @@ def make_app() -> "App":
     """Return the application with all its commands."""
     from cyclopts import App, Parameter
 
-    from proximetry.cli import cache, faces, list_commands
+    from proximetry.cli import cache, faces, listings
 
     app = App(
         name="proximetry",
@@ -54,7 +54,7 @@ def make_app() -> "App":
         suppress_keyboard_interrupt=False,
     )
     commands = {name: getattr(import_module(f"proximetry.cli.{name}"), name) for name in _COMMANDS}
-    groups = [(app, commands | list_commands.COMMANDS)]
+    groups = [(app, commands | listings.COMMANDS)]
     for module, name in ((faces, "faces"), (cache, "cache")):
         group = App(name=name, help=module.ABOUT)
         app.command(group)

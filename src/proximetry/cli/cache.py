@@ -14,7 +14,7 @@ from proximetry.cli.options import AsJson, Flag
 from proximetry.cli.output import print_result
 
 if TYPE_CHECKING:
-    from proximetry.data.cache_folder import CacheEntry
+    from proximetry.data.caches import CacheEntry
 
 ABOUT = "List, verify and remove cached images."
 
@@ -27,7 +27,7 @@ def list_(*, as_json: AsJson = False) -> None:
 
     The folder is $PROXIMETRY_CACHE, else proximetry below $XDG_CACHE_HOME or ~/.cache.
     """
-    from proximetry.data.cache_folder import list_caches, list_leftovers
+    from proximetry.data.caches import list_caches, list_leftovers
 
     caches, leftovers = list_caches(), list_leftovers()
     total = _size([*caches, *leftovers])
@@ -61,7 +61,7 @@ def clean(
         keep: remove the least recently used caches until this size is left: 500MB, 20GB.
         dry_run: only print what would be removed.
     """
-    from proximetry.data.cache_folder import list_caches, list_leftovers, remove_cache
+    from proximetry.data.caches import list_caches, list_leftovers, remove_cache
 
     if not names and unused_for is None and keep is None:
         raise UsageError(
@@ -100,7 +100,7 @@ def verify(*names: str, as_json: AsJson = False) -> None:
     Args:
         names: names that `proximetry cache list` prints, or unique prefixes; default: all.
     """
-    from proximetry.data.cache_folder import list_caches, remove_cache
+    from proximetry.data.caches import list_caches, remove_cache
     from proximetry.data.pixel_cache import is_intact
 
     caches = list_caches()

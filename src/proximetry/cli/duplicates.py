@@ -49,7 +49,7 @@ def duplicates(
     members = f"{format_int(sum(map(len, groups)))} of {format_int(len(opened))} images"
     lines.append(f"{pluralize(len(groups), 'group')}, {members}")
     if sheet is not None:
-        from proximetry.search.sheet import group_sheet
+        from proximetry.search.image_sheets import group_sheet
 
         sheet_size = group_sheet(sheet, groups)
         part = "" if sheet_size == len(groups) else f" of the first {format_int(sheet_size)} groups"

@@ -91,8 +91,8 @@ def evaluate(
 
     import torch  # takes seconds: wrong paths are reported before
 
-    from proximetry.cli.search_methods import make_rows
-    from proximetry.training import evaluator, query_gallery
+    from proximetry.cli.evaluate_search_methods import make_rows
+    from proximetry.training import evaluation_inputs, evaluator
 
     model = None if source is None else load_embedder(embedder, device)
     if model is not None and similarity is not None:
@@ -106,14 +106,14 @@ def evaluate(
         raise UsageError(f"--expand requires cosine similarity, got {similarity}. Omit --expand.")
     skip, skipped = bad_images == "skip", list[str]()
     catalog: Any = open_images(name, path, columns, skip)  # without an embedder, of vectors
-    catalog, split_name = query_gallery.choose_split(catalog, split, data)
+    catalog, split_name = evaluation_inputs.choose_split(catalog, split, data)
     dim = catalog.vectors.shape[1] if model is None else model.dim
     eval_dims = saved.eval_dims if eval_dims is None else eval_dims
     if eval_dims and max(eval_dims) >= dim:
         raise UsageError(
             f"--eval-dims must be less than the embedding's {dim} dimensions, got {max(eval_dims)}"
         )
-    notes = query_gallery.check_comparison(catalog, metrics)
+    notes = evaluation_inputs.check_comparison(catalog, metrics)
     with progress_bar("evaluating") as report, skip_hint():
         if model is None:
             vectors = torch.from_numpy(catalog.vectors)
@@ -121,17 +121,17 @@ def evaluate(
             vectors, catalog, skipped = evaluator.encode_readable(
                 model, catalog, batch_size, report
             )
-            notes = query_gallery.check_comparison(catalog, metrics)
+            notes = evaluation_inputs.check_comparison(catalog, metrics)
         else:
             vectors = evaluator.encode_catalog(model, catalog, batch_size, report)
         if model is not None:
             notes += evaluator.leakage_warnings(model, catalog)
         codes = model is not None and model.architecture.binary
-        compared = query_gallery.with_needed_roles(catalog)
+        compared = evaluation_inputs.with_needed_roles(catalog)
         scored = evaluator.score_queries(
             vectors, compared, similarity, metrics, eval_dims, binary=codes, progress=report
         )
-        arguments = query_gallery.evaluation_arguments(vectors, compared, similarity)
+        arguments = evaluation_inputs.evaluation_arguments(vectors, compared, similarity)
         rows = make_rows(
             next(iter(scored.values())),
             arguments,
@@ -219,7 +219,7 @@ def describe(
 
 def as_text(document: Mapping[str, Any], name: str) -> str:
     """Return the tables of an evaluation."""
-    from proximetry.cli import search_methods
+    from proximetry.cli import evaluate_search_methods
     from proximetry.training.metrics_table import metrics_table
 
     scores, split = document["metrics"], document["split"]
@@ -238,7 +238,7 @@ def as_text(document: Mapping[str, Any], name: str) -> str:
     if "verification" in document:
         parts.append(_verification_line(document["verification"], document["similarity"]))
     if "rows" in document:
-        parts += search_methods.as_text(document["rows"])
+        parts += evaluate_search_methods.as_text(document["rows"])
     if "per_class" in document:
         worst = document["per_class"][:MAX_CLASSES]
         rows = {f"{row['label']} ({row['queries']} queries)": row for row in worst}

@@ -270,7 +270,8 @@ def _choose_folder(name: str, recipe: Recipe, names: tuple[str, ...]) -> Path:
 
 
 def _is_available(path: Path, recipe: Recipe, names: tuple[str, ...]) -> bool:
-    from proximetry.training.run_folder import FIRST_STAGE, RunError, RunFolder
+    from proximetry.training.errors import RunError
+    from proximetry.training.run_folder import FIRST_STAGE, RunFolder
 
     folder = RunFolder(path)
     try:

@@ -43,7 +43,7 @@ from proximetry._util.files import (
 )
 from proximetry._util.formatting import join_first
 from proximetry._util.types import Progress
-from proximetry.data.cache_folder import remove_cache
+from proximetry.data.caches import remove_cache
 from proximetry.data.catalog import Catalog
 from proximetry.data.folders import shard_members, split_shard_path
 from proximetry.data.images import (

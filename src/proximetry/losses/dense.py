@@ -154,7 +154,9 @@ class _PairDistances(torch.autograd.Function):
             cosine, distance, inverse, pairs = _pair_distances(weight)
             near = pairs / distance
             factors = torch.diag_embed((cosine * near).sum(2)) - near
-            return (grad * factors * inverse.unsqueeze(1) * inverse.unsqueeze(2)) @ weight
+            products = grad * factors * inverse.unsqueeze(1) * inverse.unsqueeze(2)
+            gradient: Tensor = products @ weight
+            return gradient
 
 
 def _pair_distances(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -11,24 +11,24 @@ from proximetry.metrics.scores import Metrics
 
 if TYPE_CHECKING:
     from proximetry.metrics.clustering import *
+    from proximetry.metrics.embedding_map import *
     from proximetry.metrics.evaluation import *
     from proximetry.metrics.identification import *
     from proximetry.metrics.intervals import *
-    from proximetry.metrics.pair_lists import *
-    from proximetry.metrics.projection import *
     from proximetry.metrics.proxy_separability import *
     from proximetry.metrics.reranking import *
     from proximetry.metrics.retrieval import *
     from proximetry.metrics.verification import *
+    from proximetry.metrics.verification_pairs import *
 
 _EXPORTS = {
     "clustering": "KMeans PairwiseF1 ami cluster kmeans nmi pairwise_f1",
     "evaluation": "Evaluation evaluate score_result",
     "identification": "Identification identify",
     "intervals": "Interval",
-    "pair_lists": "DrawnPairs PairList Templates draw_pairs pair_similarities read_pairs templates "
-    "verify_classes",
-    "projection": "map_embeddings",
+    "verification_pairs": "DrawnPairs PairList Templates draw_pairs pair_similarities read_pairs "
+    "templates verify_classes",
+    "embedding_map": "map_embeddings",
     "reranking": "binary_codes expand_queries k_reciprocal_distances",
     "retrieval": "RetrievalResult retrieve",
     "proxy_separability": "Separability distinct_proxies separability",

@@ -30,7 +30,6 @@ from proximetry.metrics.intervals import (
     difference_bounds,
     mean_bounds,
 )
-from proximetry.metrics.pair_lists import verify_classes
 from proximetry.metrics.reranking import (
     RERANKED,
     Reorder,
@@ -41,6 +40,7 @@ from proximetry.metrics.reranking import (
 from proximetry.metrics.retrieval import RetrievalResult
 from proximetry.metrics.scores import COUNTS, DEFAULT, Metrics, score_lists
 from proximetry.metrics.verification import Verification
+from proximetry.metrics.verification_pairs import verify_classes
 
 # Rows scored together: a few running sums in float64 for each.
 SCORED_ROWS = {"cpu": 2048, "cuda": 65536}

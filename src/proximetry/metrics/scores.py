@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from proximetry._util.errors import UsageError, is_integer
+from proximetry._util.errors import UsageError
+from proximetry._util.types import is_integer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from proximetry import __version__
-from proximetry._util.errors import UsageError, is_integer
+from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_value, join_first, shorten
 from proximetry._util.machine import preserve_rng_state
 from proximetry._util.tensors import binary_codes, l2_normalize
+from proximetry._util.types import is_integer
 from proximetry.models.architecture import Architecture
 from proximetry.models.backbones import (
     Features,

@@ -11,7 +11,7 @@ from proximetry._util.charts import format_percent, line_chart
 from proximetry._util.formatting import format_int, format_value
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.recipe.loading import flatten
-from proximetry.reports.page import ReportSection, section, short
+from proximetry.reports.html_page import ReportSection, section, short
 from proximetry.reports.run_evaluation import RunEvaluation
 from proximetry.reports.run_record import RunRecord
 from proximetry.reports.run_sections import SPLITS, image, metric_names, neighbor_images

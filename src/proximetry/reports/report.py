@@ -11,7 +11,7 @@ from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
 from proximetry._util.types import Progress
 from proximetry.reports.comparison import ComparedRun, comparison_sections
-from proximetry.reports.page import ReportSection, page
+from proximetry.reports.html_page import ReportSection, page
 from proximetry.reports.run_evaluation import RunEvaluation, evaluate_run
 from proximetry.reports.run_proxies import measure_use, read_proxies
 from proximetry.reports.run_record import RunRecord

@@ -25,14 +25,14 @@ from proximetry.metrics import Evaluation, Interval, RetrievalResult, retrieve
 from proximetry.metrics.scores import COUNTS
 from proximetry.models import Embedder
 from proximetry.reports.run_record import RunRecord
-from proximetry.training.evaluator import encode_readable, leakage_warnings, means, score_queries
-from proximetry.training.query_gallery import (
+from proximetry.training.evaluation_inputs import (
     check_comparison,
     choose_split,
     evaluation_arguments,
     with_needed_roles,
 )
-from proximetry.training.sources.base import open_catalog, split_rows
+from proximetry.training.evaluator import encode_readable, leakage_warnings, means, score_queries
+from proximetry.training.sources.training_data import open_catalog, split_rows
 
 Rows = npt.NDArray[np.int64]
 

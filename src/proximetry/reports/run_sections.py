@@ -14,7 +14,7 @@ from proximetry.metrics import Interval, distinct_proxies, map_embeddings, separ
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.metrics.proxy_separability import SAME_DIRECTION
 from proximetry.metrics.scores import COUNTS
-from proximetry.reports.page import ReportSection, interval, percent, section, short
+from proximetry.reports.html_page import ReportSection, interval, percent, section, short
 from proximetry.reports.run_evaluation import MAX_MAP_IMAGES, RunEvaluation
 from proximetry.reports.run_proxies import ProxyUse, RunProxies
 from proximetry.reports.run_record import RunRecord

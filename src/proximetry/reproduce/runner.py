@@ -22,7 +22,6 @@ from proximetry.models import Embedder
 from proximetry.models.backbones import check_name
 from proximetry.recipe.schema import AUTO, Recipe
 from proximetry.reproduce.figures import draw
-from proximetry.reproduce.page import page
 from proximetry.reproduce.plan import PlannedRun, make_run, plan
 from proximetry.reproduce.records import RUNS, Record, Results, check_same, read_records
 from proximetry.reproduce.statistics import sample
@@ -33,10 +32,11 @@ from proximetry.reproduce.table import (
     RunsFailedError,
     Table,
 )
+from proximetry.reproduce.table_page import page
 from proximetry.training.evaluator import evaluate_embedder
 from proximetry.training.run import FOLLOW_PARENT, Stopped
 from proximetry.training.run_folder import RunFolder
-from proximetry.training.sources.base import split_rows
+from proximetry.training.sources.training_data import split_rows
 
 Report = Callable[[str], None]
 Child = subprocess.Popen[bytes]

@@ -7,8 +7,8 @@ from proximetry._util.imports import lazy_exports
 if TYPE_CHECKING:
     from proximetry.search.duplicates import Duplicates
     from proximetry.search.gallery import Gallery
+    from proximetry.search.image_sheets import contact_sheet
     from proximetry.search.search_result import SearchResult
-    from proximetry.search.sheet import contact_sheet
 
 __all__ = ["Duplicates", "Gallery", "SearchResult", "contact_sheet"]
 
@@ -18,7 +18,7 @@ __getattr__ = lazy_exports(
         "duplicates": ("Duplicates",),
         "gallery": ("Gallery",),
         "search_result": ("SearchResult",),
-        "sheet": ("contact_sheet",),
+        "image_sheets": ("contact_sheet",),
     },
     extra="search",
 )

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from proximetry._util.errors import UsageError, is_integer
+from proximetry._util.errors import UsageError
 from proximetry._util.files import name_write_errors
 from proximetry._util.formatting import join_first, pluralize
 from proximetry._util.machine import resolve_device
-from proximetry._util.types import IntArray, Progress
+from proximetry._util.types import IntArray, Progress, is_integer
 from proximetry.metrics.reranking import RERANKED, expand_queries, k_reciprocal_distances
 from proximetry.models import Embedder
 from proximetry.models.constants import Similarity

@@ -16,10 +16,10 @@ from proximetry.recipe.schema import Recipe  # noqa: E402
 
 if TYPE_CHECKING:
     from proximetry.training.callbacks import Callback
-    from proximetry.training.distributed import RankError
+    from proximetry.training.errors import RankError, RunError
     from proximetry.training.evaluator import evaluate_embedder
     from proximetry.training.run import Stopped
-    from proximetry.training.run_folder import RunError, RunFolder
+    from proximetry.training.run_folder import RunFolder
     from proximetry.training.trainer import train
 
 __all__ = [
@@ -42,10 +42,10 @@ __getattr__ = lazy_exports(
     {
         "callbacks": ("Callback",),
         "evaluator": ("evaluate_embedder",),
-        "distributed": ("RankError",),
+        "errors": ("RankError", "RunError"),
         "run": ("Stopped",),
         "trainer": ("train",),
-        "run_folder": ("RunError", "RunFolder"),
+        "run_folder": ("RunFolder",),
     },
     extra="train",
 )

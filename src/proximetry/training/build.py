@@ -28,17 +28,17 @@ from proximetry.models.lora import add_lora
 from proximetry.recipe.auto import choose
 from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe
-from proximetry.training.checkpoint import RunError
 from proximetry.training.components import Components
 from proximetry.training.distributed import World, device_facts
+from proximetry.training.errors import RunError
 from proximetry.training.evaluator import Evaluator, check_input
 from proximetry.training.reporting import Display
 from proximetry.training.run import Run, Stopwatch, TrainState
 from proximetry.training.run_folder import RunFolder
 from proximetry.training.schedule import LearningRates
-from proximetry.training.sources.base import TrainingData, open_catalog
 from proximetry.training.sources.image_data import ImageData
 from proximetry.training.sources.torch_dataset import TorchDatasetData, TorchDatasets
+from proximetry.training.sources.training_data import TrainingData, open_catalog
 from proximetry.training.sources.vector_data import CachedFeatures, VectorData
 from proximetry.training.updater import Objective, Updater
 

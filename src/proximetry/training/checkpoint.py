@@ -31,22 +31,12 @@ from proximetry._util.files import (
 from proximetry._util.formatting import join_first
 from proximetry.recipe.loading import differences
 from proximetry.recipe.schema import Recipe
+from proximetry.training.errors import CheckpointError, RunError
 
 if TYPE_CHECKING:
     from proximetry.training.run import Run
 
 FORMAT = 2
-
-
-class RunError(ValueError):
-    """A run cannot start or be resumed."""
-
-
-class CheckpointError(RunError):
-    """A checkpoint cannot be used."""
-
-    def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(f"{path} {problem}. Put {path} back, or start over with --fresh.")
 
 
 def save_state(run: Run) -> None:

@@ -25,17 +25,13 @@ from proximetry._util.formatting import format_value
 from proximetry._util.machine import resolve_device
 from proximetry.kernels.cuda_graphs import ignore_stream_mismatch
 from proximetry.recipe.auto import DeviceFacts
-from proximetry.training.checkpoint import RunError
+from proximetry.training.errors import RankError, RunError
 
 T = TypeVar("T")
 
 RANK_TIMEOUT = "PROXIMETRY_RANK_TIMEOUT"
 """Environment variable: seconds that a rank waits for another one, at the start and later."""
 DEFAULT_TIMEOUT = 1800
-
-
-class RankError(ConnectionError):
-    """Another rank is lost or does not respond."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from proximetry.training.distributed import join_processes, preserve_torch_state
 from proximetry.training.reporting import Display
 from proximetry.training.run import Run
 from proximetry.training.run_folder import FIRST_STAGE, RunFolder
-from proximetry.training.sources.base import cache_sizes
 from proximetry.training.sources.image_data import ImageData, check_space, free_space, without
+from proximetry.training.sources.training_data import cache_sizes
 from proximetry.training.trainer import check_rows, check_stages_folder, first_stage
 from proximetry.training.updater import autocast
 

@@ -36,14 +36,14 @@ from proximetry.models.pca import (
     with_pca,
 )
 from proximetry.recipe.schema import EvaluationConfig, Recipe
-from proximetry.training.checkpoint import RunError
 from proximetry.training.distributed import World, share_buffers
-from proximetry.training.query_gallery import (
+from proximetry.training.errors import RunError
+from proximetry.training.evaluation_inputs import (
     check_comparison,
     evaluation_arguments,
     with_needed_roles,
 )
-from proximetry.training.sources.base import Rows, TrainingData
+from proximetry.training.sources.training_data import Rows, TrainingData
 from proximetry.training.updater import autocast
 
 Scores = dict[str, Any]

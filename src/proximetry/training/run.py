@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from proximetry.recipe.schema import Recipe
-from proximetry.training.checkpoint import RunError
 from proximetry.training.distributed import World
+from proximetry.training.errors import RunError
 from proximetry.training.evaluator import Evaluator, SplitScores, selection_value
 from proximetry.training.metrics_table import selection_title
 from proximetry.training.run_folder import RunFolder
 from proximetry.training.schedule import LearningRates
-from proximetry.training.sources.base import TrainingData
+from proximetry.training.sources.training_data import TrainingData
 from proximetry.training.updater import Updater
 
 FOLLOW_PARENT = "PROXIMETRY_FOLLOW_PARENT"

@@ -36,8 +36,8 @@ from proximetry.models.storage import read_embedder
 from proximetry.recipe.auto import keep_choices
 from proximetry.recipe.loading import RecipeError, differences
 from proximetry.recipe.schema import Recipe
-from proximetry.training.checkpoint import CheckpointError, read_header
-from proximetry.training.checkpoint import RunError as RunError
+from proximetry.training.checkpoint import read_header
+from proximetry.training.errors import CheckpointError, FolderError, RunError
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -72,10 +72,6 @@ _MAX_FILE_SIZE = 100_000_000
 _COUNTERS = {"epoch", "batch", "step", "stale"}
 _EVALUATE_AGAIN = "Delete results.json to evaluate again, or start over with --fresh."
 _REMEDY = "Choose another folder, or start over with --fresh."
-
-
-class FolderError(RunError, UsageError):
-    """A folder cannot be used for a run."""
 
 
 @dataclass(frozen=True)

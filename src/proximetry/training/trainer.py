@@ -19,8 +19,6 @@ from proximetry.recipe.schema import Recipe
 from proximetry.training.build import RunContext, build
 from proximetry.training.callbacks import Callback, check_callbacks
 from proximetry.training.checkpoint import (
-    CheckpointError,
-    RunError,
     check_same_images,
     link_checkpoints,
     restore_state,
@@ -28,11 +26,12 @@ from proximetry.training.checkpoint import (
 )
 from proximetry.training.components import Components, custom_components
 from proximetry.training.distributed import join_processes, preserve_torch_state
+from proximetry.training.errors import CheckpointError, FolderError, RunError
+from proximetry.training.final_evaluation import evaluate_final, evaluate_untrained, save_embedder
 from proximetry.training.reporting import Display, Trackers
-from proximetry.training.results import evaluate_final, evaluate_untrained, save_embedder
 from proximetry.training.run import RESUME, Run, Stopped
-from proximetry.training.run_folder import FIRST_STAGE, FolderError, RunFolder, SavedRun
-from proximetry.training.sources.base import fingerprint, open_catalog
+from proximetry.training.run_folder import FIRST_STAGE, RunFolder, SavedRun
+from proximetry.training.sources.training_data import fingerprint, open_catalog
 
 
 def train(

@@ -13,13 +13,13 @@ from proximetry import losses
 from proximetry._util.errors import UsageError
 from proximetry._util.tensors import chunks
 from proximetry.kernels.cuda_graphs import GraphedNetwork
-from proximetry.losses.distributed import gather_with_gradient
+from proximetry.losses.gathered import gather_with_gradient
 from proximetry.models import Embedder
 from proximetry.models.embedder import Stage
 from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import LossConfig, Recipe
 from proximetry.training.distributed import World, average_gradients
-from proximetry.training.sources.base import derive_seed
+from proximetry.training.sources.training_data import derive_seed
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:

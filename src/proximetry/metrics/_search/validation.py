@@ -12,11 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proximetry._util.errors import is_integer
 from proximetry._util.formatting import join_first
 from proximetry._util.labels import Labels, as_labels
 from proximetry._util.tensors import chunks
-from proximetry._util.types import IntArray, Similarity
+from proximetry._util.types import IntArray, Similarity, is_integer
 from proximetry.metrics._search.similarities import ROWS
 
 Embeddings = Tensor | npt.NDArray[Any]

@@ -25,10 +25,10 @@ from proximetry.data.resample import Windows
 from proximetry.models import Preprocessing
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.schema import Recipe
-from proximetry.training.checkpoint import RunError
 from proximetry.training.distributed import World
+from proximetry.training.errors import RunError
 from proximetry.training.reporting import Display
-from proximetry.training.sources.base import (
+from proximetry.training.sources.training_data import (
     Rows,
     TrainingData,
     cache_sizes,

@@ -24,10 +24,10 @@ from proximetry.data.images import ImageError, resize_image
 from proximetry.data.vectors import label_names
 from proximetry.models import Embedder, Preprocessing
 from proximetry.recipe.schema import Recipe
-from proximetry.training.checkpoint import RunError
 from proximetry.training.distributed import World
+from proximetry.training.errors import RunError
 from proximetry.training.reporting import Display
-from proximetry.training.sources.base import (
+from proximetry.training.sources.training_data import (
     Batch,
     Rows,
     TrainingData,

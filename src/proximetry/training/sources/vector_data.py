@@ -16,7 +16,7 @@ from proximetry.recipe.auto import PIXELS_SHARE
 from proximetry.recipe.schema import Recipe
 from proximetry.training.distributed import World, share_buffers
 from proximetry.training.reporting import Display
-from proximetry.training.sources.base import Rows, TrainingData, fingerprint
+from proximetry.training.sources.training_data import Rows, TrainingData, fingerprint
 
 
 class VectorData(TrainingData):

@@ -30,9 +30,9 @@ from proximetry.models.embedder import Stage
 from proximetry.recipe.auto import StorageFacts
 from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import DataConfig, Protocol, Recipe
-from proximetry.training.checkpoint import RunError
 from proximetry.training.distributed import World
-from proximetry.training.query_gallery import check_comparison, no_positives
+from proximetry.training.errors import RunError
+from proximetry.training.evaluation_inputs import check_comparison, no_positives
 from proximetry.training.reporting import Display
 
 Rows = npt.NDArray[np.int64]

@@ -92,7 +92,7 @@ def _thumbnail(path: str) -> Image.Image | None:
 
 
 def _page(rows: Sequence[Sequence[_Cell]], title: str, *, query: bool) -> bytes:
-    source = files("proximetry.search").joinpath("sheet.html").read_text(encoding="utf-8")
+    source = files("proximetry.search").joinpath("image_sheets.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     values = {"rows": rows, "title": title, "query": query, "data_uri": _data_uri}
     return environment.from_string(source).render(values).encode("utf-8", "replace")
