@@ -178,7 +178,7 @@ def check_best_recipes() -> Iterator[str]:
     """Check that the best recipes train as runs of their searches did."""
     # Birds were scaled up a little further than in their search.
     for name, untried in (("cub", ("data.short_side",)), ("cars", ())):
-        best, table = f"best-{name}", Table.load(f"record-{name}")
+        best, table = f"best-{name}", Table.load(f"best-{name}")
         if table.recipe_values(table.row(best)) != plain_values(best):
             yield f"{table.name}: row {best} is not the recipe of that name"
         runs = [run for run in read_runs(SEARCH) if run.table == f"{name}-large"]
