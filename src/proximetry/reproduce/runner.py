@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from proximetry._util.files import acquire_lock, atomic_write, parse_json
-from proximetry._util.formatting import pluralize
 from proximetry._util.machine import resolve_device
 from proximetry.data import Catalog, list_datasets, open_dataset
 from proximetry.models import Embedder
@@ -167,9 +166,9 @@ def reproduce(
             finally:
                 _write(loaded, folder)
         except KeyboardInterrupt:  # also while the page is written
-            complete = pluralize(len(read_records(folder)), "run")
             raise Interrupted(
-                f"stopped and saved: {complete} complete in {folder}. Repeat the command to resume"
+                f"stopped and saved; runs complete in {folder}: {len(read_records(folder))}. "
+                "Repeat the command to resume"
             ) from None
     if failures:
         raise RunsFailedError(
