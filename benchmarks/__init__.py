@@ -1,1 +1,1 @@
-"""What is measured, against whom; see README.md."""
+"""Benchmarks; see README.md."""

@@ -1,10 +1,10 @@
-"""A catalog of millions of images: seconds, and the memory of the whole process at its highest.
+"""Measure time and peak memory of a catalog of millions of images.
 
 python -m benchmarks.catalog [--rows 10000000] [--classes 1000000]
 
 A Parquet table with the columns path, label, split and year is written to a temporary folder, then
-opened without looking for the images. Samplers are made of its training images. Where other work
-is going on, go by the time of the CPU.
+opened without checking the images. Samplers are created for its training images. On a
+busy machine, compare CPU time.
 """
 
 import argparse
@@ -47,13 +47,13 @@ def write_table(file: Path, rows: int, classes: int) -> None:
     writer.close()
 
 
-def measure(what: str, make: Callable[[], T]) -> T:
+def measure(name: str, make: Callable[[], T]) -> T:
     start, before = time.perf_counter(), time.process_time()
     made = make()
     taken, busy = time.perf_counter() - start, time.process_time() - before
     unit = 2**20 if sys.platform == "darwin" else 2**10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-    print(f"{what:32}{taken:10.2f} s{busy:10.2f} s of CPU{peak:10.0f} MiB")
+    print(f"{name:32}{taken:10.2f} s{busy:10.2f} s of CPU{peak:10.0f} MiB")
     return made
 
 

@@ -41,7 +41,7 @@ UPDATE = "Run python -m benchmarks.results_page."
 # An absolute path as JSON writes it, anywhere in a text; not an address, a fraction or a name.
 _PATH = re.compile(r'(?<![\w./])(~?/|[A-Za-z]:\\\\)\w[^\s"]*')
 
-# Figures of the papers, typed a second time.
+# Metrics of the papers, typed a second time.
 PUBLISHED = (
     ("mpa-table4", "MPA", "recall@1", 69.2),
     ("mpa-table4", "Proxy-Anchor", "map@r", 26.7),
@@ -59,31 +59,31 @@ BEST = (
 
 
 def check_study(study: Path) -> Iterator[str]:
-    """The page of a study matches its runs, and these its tables; searches use no test set."""
+    """Check that the page of a study matches its runs, and that searches use no test set."""
     try:
-        every, text = read_study(study), study_page(study)
+        all_results, text = read_study(study), study_page(study)
     except ReproduceError as error:
         yield str(error)
         return
     if (study / "README.md").read_text(encoding="utf-8") != text:
         yield f"{study / 'README.md'} does not match {RUNS}. {UPDATE}"
-    for results in every:
+    for results in all_results:
         yield from check_runs(study, results)
-        for record in results.everything if is_search(study) else ():
+        for record in results.all_runs if is_search(study) else ():
             seen = any("test" in line for line in (record.last, *record.curve))
             if seen or record.kind != "held_out":
                 yield f"{study / RUNS}: {record.table}: {record.id} uses the test set"
 
 
 def check_runs(home: Path, results: Results) -> Iterator[str]:
-    """There are runs, made with the recipes of their rows."""
+    """Check that there are runs, made with the recipes of their rows."""
     table = results.table
     if not results.runs:
-        yield f"{home / RUNS} holds no runs of {table.name}"
+        yield f"{home / RUNS} has no runs of {table.name}"
     for record in read_runs(home):
         if record.table == table.name and record.row not in results.runs_of:
             yield f"{home / RUNS}: {record.id} has an unknown row: {record.row}"
-    for record in results.everything:
+    for record in results.all_runs:
         row = table.row(record.row)
         epochs = record.recipe["training"]["epochs"]
         options = ReproduceOptions(epochs=epochs if record.epochs_overridden else None)
@@ -103,7 +103,7 @@ def check_runs(home: Path, results: Results) -> Iterator[str]:
 
 
 def check_paths(home: Path = HOME) -> Iterator[str]:
-    """No JSON file contains an absolute path."""
+    """Check that no JSON file contains an absolute path."""
     for file in sorted([*home.rglob("*.json"), *home.rglob("*.jsonl")]):
         match = _PATH.search(file.read_text(encoding="utf-8"))
         if match:
@@ -111,13 +111,13 @@ def check_paths(home: Path = HOME) -> Iterator[str]:
 
 
 def check_page() -> Iterator[str]:
-    """docs/results.md is up to date."""
+    """Check that docs/results.md is up to date."""
     if PAGE.read_text(encoding="utf-8") != make_page():
         yield f"{PAGE} is not up to date. {UPDATE}"
 
 
 def check_repeats(records: Iterable[Record]) -> Iterator[str]:
-    """Runs of one recipe and seed differ by no more than is tolerated."""
+    """Check that runs of one recipe and seed differ by no more than the tolerances."""
     groups = repeats(records)
     if not any(len(group) == 4 for group in groups):
         yield "no recipe was run four times with one seed"
@@ -128,17 +128,17 @@ def check_repeats(records: Iterable[Record]) -> Iterator[str]:
 
 
 def check_twins(records: Iterable[Record]) -> Iterator[str]:
-    """Runs that train alike on a GPU have equal losses."""
+    """Check that runs with the same training on a GPU have equal losses."""
     groups = find_twins(records)
     if {record.seed for group in groups for record in group} != {0, 1, 2}:
-        yield "runs that train alike are missing for the seeds 0, 1, 2"
+        yield "runs with the same training are missing for the seeds 0, 1, 2"
     for group in groups:
         if not same_losses(group):
-            yield f"{group[0].row} and {group[1].row}: they train alike, but their losses differ"
+            yield f"{group[0].row} and {group[1].row}: same training, but different losses"
 
 
 def check_published() -> Iterator[str]:
-    """Tables repeat the papers, and make only their claims."""
+    """Check that tables have the metrics of the papers, and only their claims."""
     for name, row, metric, value in PUBLISHED:
         if Table.load(name).row(row).published.get(metric) != value:
             yield f"{name}, {row}: {metric} was published as {value}"
@@ -156,7 +156,7 @@ def check_published() -> Iterator[str]:
 
 
 def check_settings() -> Iterator[str]:
-    """The tables of the MPA paper have its published settings."""
+    """Check that the tables of the MPA paper have its published settings."""
     for name, batch in (("mpa-table4", 180), ("mpa-table5", 64)):
         table = Table.load(name)
         for row in table.rows:
@@ -175,10 +175,10 @@ def check_settings() -> Iterator[str]:
 
 
 def check_best_recipes() -> Iterator[str]:
-    """The records are of the best recipes, which train as runs of their searches did."""
+    """Check that the best recipes train as runs of their searches did."""
     # Birds were scaled up a little further than in their search.
     for name, untried in (("cub", ("data.short_side",)), ("cars", ())):
-        best, table = f"best-{name}", Table.load(f"record-{name}")
+        best, table = f"best-{name}", Table.load(f"best-{name}")
         if table.recipe_values(table.row(best)) != plain_values(best):
             yield f"{table.name}: row {best} is not the recipe of that name"
         runs = [run for run in read_runs(SEARCH) if run.table == f"{name}-large"]
@@ -188,7 +188,7 @@ def check_best_recipes() -> Iterator[str]:
 
 
 def trains_alike(best: Recipe, tried: Recipe, untried: tuple[str, ...] = ()) -> bool:
-    """Whether they do but for the number of epochs, and for what is chosen after training.
+    """Return whether only epochs and settings of the evaluation differ.
 
     ``untried`` are keys in which they may differ too.
     """
@@ -210,7 +210,7 @@ def trains_alike(best: Recipe, tried: Recipe, untried: tuple[str, ...] = ()) -> 
 
 
 def check_readme(records: Iterable[Record]) -> Iterator[str]:
-    """README and docs repeat the figures of the best recipes, which beat all published ones."""
+    """Check that README and docs quote the best recipes, which beat all published metrics."""
     runs, names = list(records), ("cub", "cars")
     alone = {name: f"best-{name}, one view per image" for name in names}
     missing = {*(f"best-{name}" for name in names), *alone.values()} - {r.row for r in runs}
@@ -223,15 +223,15 @@ def check_readme(records: Iterable[Record]) -> Iterator[str]:
         return 100 * fmean(record.metrics(dim=dim)["recall@1"] for record in row_runs)
 
     best = {name: mean(f"best-{name}") for name in names}
-    for name, ours in best.items():
+    for name, recall in best.items():
         published = max(
             row.published.get("recall@1", 0.0)
             for table in map(Table.load, shipped_tables())
             for row in table.rows
             if table.dataset(row) == name
         )
-        if ours <= published:
-            yield f"best-{name} has a recall@1 of {ours:.1f}, published is {published}"
+        if recall <= published:
+            yield f"best-{name} has a recall@1 of {recall:.1f}, published is {published}"
     short = " and ".join(f"{mean(f'best-{name}', 128):.1f}" for name in best)
     plain = {name: f"{mean(row):.1f}" for name, row in alone.items()}
     sentences = {
@@ -246,7 +246,7 @@ def check_readme(records: Iterable[Record]) -> Iterator[str]:
 
 
 def check_faces() -> Iterator[str]:
-    """The pages on faces repeat the figures of the JSON files."""
+    """Check that the pages on faces quote the metrics of the JSON files."""
     home = HOME / "faces-lfw"
     values = json.loads((home / "lfw.json").read_text(encoding="utf-8"))
     verified, identified = values["verify"], values["identify"]
@@ -268,8 +268,8 @@ def _missing_text(sentences: Mapping[str, Iterable[str]]) -> Iterator[str]:
                 yield f"{file} does not contain: {sentence}"
 
 
-def complaints() -> Iterator[str]:
-    """Everything that is wrong."""
+def find_errors() -> Iterator[str]:
+    """Yield all errors."""
     for study in studies():
         yield from check_study(study)
     runs = [
@@ -287,9 +287,9 @@ def complaints() -> Iterator[str]:
 
 
 def main() -> int:
-    errors = list(complaints())
-    for complaint in errors:
-        print(complaint, file=sys.stderr)
+    errors = list(find_errors())
+    for error in errors:
+        print(error, file=sys.stderr)
     return 1 if errors else 0
 
 

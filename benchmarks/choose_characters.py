@@ -44,7 +44,7 @@ def _usable(character: str) -> bool:
 
 
 def likeness(characters: list[str]) -> npt.NDArray[np.floating]:
-    """Mean over the faces of shared ink / ink of either, for every pair."""
+    """Return shared ink / ink of either for every pair, mean over the faces."""
     total = np.zeros((len(characters), len(characters)), dtype=np.float32)
     faces = np.zeros_like(total)
     for face in FONTS:

@@ -3,8 +3,8 @@
     python -m benchmarks.entered_functions [--list]
 
 Trains a small network on a few drawn images on the CPU, without evaluating the untrained network,
-and stops when the optimizer is about to step for the first time. How many functions in how many
-files a reader has to follow from the command line to the loss.
+and stops before the first optimizer step. The result is the number of functions and files that a
+reader has to follow from the command line to the loss.
 
 Counts the functions that the main thread enters (`sys.setprofile`), without functions defined
 within others, which are part of these, and without imports. Revision ee35f28 has 436 in 57 files
@@ -31,7 +31,7 @@ class FirstStepError(BaseException):
 
 
 def is_importing(frame: FrameType | None) -> bool:
-    """Whether a module of the package is being imported, as when a registry is filled."""
+    """Return whether a module of the package is being imported, as when a registry is filled."""
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(PACKAGE):
             return True

@@ -1,9 +1,9 @@
-"""`proximetry faces align` beside its bare detector.
+"""Compare `proximetry faces align` with its bare detector.
 
 python -m benchmarks.faces_align IMAGES [--detector FILE.onnx] [--images 400] [--side 640]
 
-The bare detector runs on inputs that are in memory already, on all cores, and what it finds is
-thrown away: once on inputs of 640 × 640, as SCRFD was published, once on those that `align` makes
+The bare detector runs on inputs that are in memory already, on all cores, without using
+its results: once on inputs of 640 × 640, as SCRFD was published, once on those that `align` makes
 of the files, which are no larger than these. `align` decodes the files, detects, warps,
 encodes and writes. --side first scales the longer side of the images to this many pixels.
 """
@@ -78,7 +78,7 @@ def bare(detector: Detector, inputs: list[Floats]) -> Run:
 
 
 def watched(run: Run, busy: list[float]) -> Run:
-    """Note how long the processors work, which others who use them hardly change."""
+    """Record the processor time, which hardly depends on other processes."""
 
     def watch() -> None:
         start = time.process_time()
@@ -103,31 +103,31 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="faces-align-") as place:
         home = Path(place)
         files = copy_images(arguments.files, home / "in", arguments.images, arguments.side)
-        ours = prepare(file, files[:PREPARED])
+        inputs = prepare(file, files[:PREPARED])
         full = [np.zeros((BATCH, 3, MAX_SIDE, MAX_SIDE), np.float32)] * (PREPARED // BATCH)
         images = len(files)
 
         def align() -> None:
             align_folder(home / "in", tempfile.mkdtemp(dir=home), detector=file)
 
-        published, own = (
+        published_size, align_size = (
             f"bare detector, {MAX_SIDE} × {MAX_SIDE}",
             "bare detector, inputs of `align`",
         )
         runs: dict[str, Run] = {
-            published: bare(detector, full),
-            own: bare(detector, ours),
+            published_size: bare(detector, full),
+            align_size: bare(detector, inputs),
             "`align`": align,
         }
         busy: dict[str, list[float]] = {name: [] for name in runs}
         seconds = alternate(
             {name: watched(run, busy[name]) for name, run in runs.items()}, arguments.rounds
         )
-    counts = {published: PREPARED, own: PREPARED, "`align`": images}
-    shapes = sorted({batch.shape[2:] for batch in ours})
+    counts = {published_size: PREPARED, align_size: PREPARED, "`align`": images}
+    shapes = sorted({batch.shape[2:] for batch in inputs})
     print(f"{images} files, {file.name}, {cores()} cores; inputs of `align`: {shapes[:4]}")
     print(f"{versions()}, onnxruntime {onnxruntime.__version__}\n")
-    print("| | images/s | `align` over it | processor time per image | over that of `align` |")
+    print("| | images/s | `align` / this | processor time per image | this / `align` |")
     print("|---|---|---|---|---|")
     speed = {name: count / seconds[name] for name, count in counts.items()}
     work = {name: statistics.median(busy[name][1:]) / count for name, count in counts.items()}

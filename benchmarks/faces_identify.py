@@ -1,11 +1,10 @@
-"""Identification among a million distractors in a memory-mapped file: seconds and peak memory.
+"""Measure identification among a million distractors in a memory-mapped file.
 
 python -m benchmarks.faces_identify [--distractors 1000000] [--dim 512] [--probes 3530]
 
 The probes are as many as MegaFace takes from FaceScrub, of 80 people. Vectors are random around a
-center for each person, so that ranks of all sizes occur. Measured is what a process holds beyond
-what it held before: its own memory (anonymous), and beside it the pages of the file that happen to
-be in memory, which the system may take back at any time.
+center for each person, so that ranks of all sizes occur. The script prints seconds and the increase
+of the process's own (anonymous) memory, without cached pages of the file.
 """
 
 import argparse
@@ -26,7 +25,7 @@ FAR = (1e-3, 1e-4, 1e-5, 1e-6)
 
 
 class Peak(threading.Thread):
-    """Looks every few milliseconds how much memory the process holds, apart from mapped files."""
+    """Samples the memory of the process every few milliseconds, without mapped files."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -35,7 +34,7 @@ class Peak(threading.Thread):
         self.done = threading.Event()
 
     def run(self) -> None:
-        """Look until it is done."""
+        """Sample until it is done."""
         while not self.done.wait(0.002):
             self.highest = max(self.highest, _anonymous())
 

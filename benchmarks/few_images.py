@@ -1,10 +1,10 @@
-"""What PCA should keep where there are fewer training images than dimensions.
+"""Compare PCA settings for fewer training images than dimensions.
 
     proximetry train IMAGES/train runs/few --recipe default-cpu --model.pca-dim null \
         --evaluation.protocol last
     python -m benchmarks.few_images runs/few IMAGES --out few_images.json
 
-IMAGES has train/ and eval/, folders of classes, which are different ones. `prior` is how much
+IMAGES has train/ and eval/, folders of different classes. `prior` is how much
 of the second moments of the head is added to those of the images (`proximetry.models.pca`).
 """
 
@@ -28,7 +28,7 @@ PRIORS = (0.001, 0.01, 0.03, 0.1)
 
 
 def measure(embedder: Embedder, images: Path) -> list[dict[str, Any]]:
-    """Metrics of the classes in eval/, by what is done to the dimensions."""
+    """Return metrics of the classes in eval/ for every PCA setting."""
     parts = [open_dataset("folder", root=images / part) for part in ("train", "eval")]
     train, other = (encode_catalog(embedder, part) for part in parts)
     rows = []
@@ -52,7 +52,7 @@ def measure(embedder: Embedder, images: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print the table, and write it."""
+    """Print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("images", type=Path)

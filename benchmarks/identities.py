@@ -1,4 +1,4 @@
-"""A training step with very many identities: time, and memory beyond the proxies.
+"""Measure time and memory of a training step with very many identities.
 
 python -m benchmarks.identities [--identities 100000]
 

@@ -1,4 +1,4 @@
-"""Images per second of the image loader: worker processes, threads and one thread.
+"""Measure images per second of the loader: worker processes, threads and one thread.
 
 python -m benchmarks.loader [--images 400] [--rounds 4] [--size 256]
 

@@ -1,4 +1,4 @@
-"""Losses beside pytorch-metric-learning: forward + backward, time and memory in one process.
+"""Compare losses with pytorch-metric-learning: time and memory of forward + backward.
 
 python -m benchmarks.losses [--repeats 9] [--only proxy_anchor]
 """
@@ -20,11 +20,11 @@ BATCH, DIM = 180, 512
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table: two ways to the same number."""
+    """One line of the table: two implementations of a loss."""
 
     name: str
-    ours: nn.Module
-    theirs: nn.Module
+    loss: nn.Module
+    peer: nn.Module
     call: Callable[[nn.Module, Tensor, Tensor], Tensor]
     repeats: int
 
@@ -47,7 +47,7 @@ def cases(only: str | None) -> Iterator[Case]:
             torch.manual_seed(0)
             triple = losses.SoftTriple(classes, DIM, 10, tau=0.0)
             peer = peer_losses.SoftTripleLoss(classes, DIM, 10)
-            # theirs is [D, C·K] with the proxies of a class side by side
+            # the peer's is [D, C·K] with the proxies of a class side by side
             peer.fc.data = triple.proxies.weight.detach().reshape(-1, DIM).T.contiguous()
             yield Case(f"SoftTriple, {classes} classes × 10", triple, peer, plain, repeats)
     if only in (None, "regularface"):
@@ -81,22 +81,21 @@ def step(case: Case, loss: nn.Module, x: Tensor, y: Tensor) -> Run:
 
 def measure(case: Case, repeats: int | None) -> str:
     torch.manual_seed(1)
-    classes = next(p for p in case.ours.parameters() if p.ndim == 3).shape[0]
+    classes = next(p for p in case.loss.parameters() if p.ndim == 3).shape[0]
     x = torch.randn(BATCH, DIM, requires_grad=True)
     y = torch.randint(0, classes, (BATCH,))
-    ours, theirs = step(case, case.ours, x, y), step(case, case.theirs, x, y)
-    mine, other = ours(), theirs()
-    torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-    gradient = sum(p.numel() * p.element_size() for p in case.ours.parameters())
+    run_loss, run_peer = step(case, case.loss, x, y), step(case, case.peer, x, y)
+    torch.testing.assert_close(run_loss(), run_peer(), rtol=1e-4, atol=1e-5)
+    gradient = sum(p.numel() * p.element_size() for p in case.loss.parameters())
     memory = []
-    for run, loss in ((ours, case.ours), (theirs, case.theirs)):
+    for run, loss in ((run_loss, case.loss), (run_peer, case.peer)):
         loss.zero_grad(set_to_none=True)
         memory.append(max(0, peak_memory(run) - gradient) / 2**20)
         loss.zero_grad(set_to_none=True)
-    seconds = alternate({"ours": ours, "theirs": theirs}, repeats or case.repeats)
+    seconds = alternate({"loss": run_loss, "peer": run_peer}, repeats or case.repeats)
     return (
-        f"| {case.name} | {seconds['ours'] * 1e3:.1f} ms | {seconds['theirs'] * 1e3:.1f} ms | "
-        f"{seconds['theirs'] / seconds['ours']:.2f} × | {memory[0]:.1f} MiB | "
+        f"| {case.name} | {seconds['loss'] * 1e3:.1f} ms | {seconds['peer'] * 1e3:.1f} ms | "
+        f"{seconds['peer'] / seconds['loss']:.2f} × | {memory[0]:.1f} MiB | "
         f"{memory[1]:.1f} MiB | {memory[0] / max(memory[1], 1e-9):.3f} |"
     )
 
@@ -107,8 +106,8 @@ def main() -> None:
     parser.add_argument("--only", choices=("proxy_anchor", "soft_triple", "regularface"))
     arguments = parser.parse_args()
     print(f"batch {BATCH}, dim {DIM}, forward + backward; {versions()}")
-    print("memory is beyond the parameters and their gradient; theirs: pytorch-metric-learning\n")
-    print("| | ours | theirs | speed | our memory | their memory | ratio |")
+    print("memory is beyond the parameters and their gradient; peer: pytorch-metric-learning\n")
+    print("| | proximetry | peer | speed | memory | memory of the peer | ratio |")
     print("|---|---|---|---|---|---|---|")
     for case in cases(arguments.only):
         print(measure(case, arguments.repeats), flush=True)

@@ -1,4 +1,4 @@
-"""Fair timings and peak memory: alternating runs, medians, what was allocated on top."""
+"""Measure time and peak memory: medians of alternating runs, additional allocations."""
 
 import ctypes
 import gc
@@ -14,7 +14,7 @@ Run = Callable[[], object]
 
 
 def alternate(runs: dict[str, Run], repeats: int, device: str = "cpu") -> dict[str, float]:
-    """Median seconds of each run; they take turns, so that drift of the machine hits all alike."""
+    """Return the median seconds of each run; runs alternate, so that drift affects all equally."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
         for name, run in runs.items():
@@ -28,7 +28,7 @@ def alternate(runs: dict[str, Run], repeats: int, device: str = "cpu") -> dict[s
 
 
 def peak_memory(run: Run, device: str = "cpu") -> int:
-    """Bytes that ``run`` holds at its highest beyond what was held before (on the CPU: Linux)."""
+    """Return the peak of additional bytes that ``run`` allocates (on the CPU: Linux only)."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -45,7 +45,7 @@ def peak_memory(run: Run, device: str = "cpu") -> int:
 
 
 def versions() -> str:
-    """What the figures were measured with, in one line."""
+    """Return versions and hardware in one line."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return (
         f"Python {platform.python_version()}, torch {torch.__version__}, "

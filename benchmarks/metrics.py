@@ -1,8 +1,8 @@
-"""Retrieval metrics beside the peers: time and peak memory, in one process, on the same vectors.
+"""Compare retrieval metrics with other packages: time and peak memory on the same vectors.
 
 python -m benchmarks.metrics [--device cuda] [--size sop|cub] [--repeats 3] [--skip-peers]
 
-Ours: recall@1, 10, 100, 1000, R-precision, MAP@R, MRR and nDCG@100 together.
+Proximetry: recall@1, 10, 100, 1000, R-precision, MAP@R, MRR and nDCG@100 together.
 pytorch-metric-learning: precision@1, R-precision and MAP@R, with its batched torch k-NN.
 open-metric-learning: CMC@1, precision and MAP at the largest R, with its batched k-NN.
 A peer that is not installed is skipped with a note.
@@ -33,7 +33,7 @@ Scores = dict[str, float]
 
 @dataclass
 class Stopwatch:
-    """Runs something, and keeps how long each run took and what came out."""
+    """Runs a function, and keeps the seconds of each run and the last scores."""
 
     run: Callable[[], Scores]
     device: str
@@ -41,7 +41,7 @@ class Stopwatch:
     scores: Scores = field(default_factory=dict)
 
     def __call__(self) -> None:
-        """One run."""
+        """Run once."""
         if self.device == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
@@ -52,7 +52,7 @@ class Stopwatch:
 
 
 def data(size: str, device: str) -> tuple[Tensor, Tensor]:
-    """Vectors around class centers, in no particular order; two items or more to a class."""
+    """Return shuffled vectors around class centers; two items or more per class."""
     count, classes = SIZES[size]
     generator = torch.Generator().manual_seed(0)
     some = torch.randint(0, classes, (count - 2 * classes,), generator=generator)
@@ -63,7 +63,7 @@ def data(size: str, device: str) -> tuple[Tensor, Tensor]:
     return vectors.to(device), labels.to(device)
 
 
-def ours(vectors: Tensor, labels: Tensor) -> Scores:
+def proximetry(vectors: Tensor, labels: Tensor) -> Scores:
     metrics = Metrics(recall_at=(1, 10, 100, 1000), ndcg_at=(100,))
     return evaluate(vectors, labels, metrics=metrics).mean()
 
@@ -111,19 +111,19 @@ PEERS: dict[str, tuple[str, Callable[[Tensor, Tensor], Scores], str]] = {
 }
 
 
-def check_agreement(mine: Scores, other: Scores, name: str) -> None:
+def check_agreement(scores: Scores, peer: Scores, name: str) -> None:
     # Rounding may swap two neighbors that are almost equally near; more than that is an error.
-    for key, value in other.items():
-        if abs(mine[key] - value) > 1e-4:
-            raise SystemExit(f"{name} finds {key} = {value}, we find {mine[key]}")
+    for key, value in peer.items():
+        if abs(scores[key] - value) > 1e-4:
+            raise SystemExit(f"{name}: {key} = {value}, Proximetry: {scores[key]}")
 
 
 def compare(size: str, device: str, repeats: int, skip_peers: bool) -> None:
     vectors, labels = data(size, device)
     count, classes = SIZES[size]
     print(f"\n{count} vectors of {DIM}, {classes} classes, {device}\n", flush=True)
-    print("| | seconds | slower than ours | memory beyond the input |\n|---|---|---|---|")
-    runs: dict[str, Callable[[Tensor, Tensor], Scores]] = {"proximetry": ours}
+    print("| | seconds | relative time | memory beyond the input |\n|---|---|---|---|")
+    runs: dict[str, Callable[[Tensor, Tensor], Scores]] = {"proximetry": proximetry}
     for name, (module, run, devices) in PEERS.items():
         if skip_peers or device not in devices.split():
             continue
@@ -132,7 +132,7 @@ def compare(size: str, device: str, repeats: int, skip_peers: bool) -> None:
             continue
         runs[name] = run
     watches: dict[str, Stopwatch] = {}
-    ours(vectors[:2048], labels[:2048])  # load libraries before anything is measured
+    proximetry(vectors[:2048], labels[:2048])  # load libraries before anything is measured
     for name, run in runs.items():
         watch = Stopwatch(lambda run=run: run(vectors, labels), device)  # type: ignore[misc]
         watches[name] = watch
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--size", choices=tuple(SIZES), help="one size only; default: both")
     parser.add_argument("--repeats", type=int, help="runs behind each median (CPU 1, CUDA 6)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--skip-peers", action="store_true", help="measure ours alone")
+    parser.add_argument("--skip-peers", action="store_true", help="measure Proximetry only")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     repeats = arguments.repeats or (6 if arguments.device == "cuda" else 1)

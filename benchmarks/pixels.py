@@ -1,11 +1,10 @@
-"""A batch of random crops from the pixel cache: one kernel, or image by image.
+"""Measure random crops of a batch from the pixel cache: one kernel, or image by image.
 
 python -m benchmarks.pixels [--device cuda] [--batch 180] [--crop 224] [--short 288]
 
-Images are random bytes, three to two as most photographs are. Beside our way torchvision works
-through the same windows on one thread of the CPU. Host is the time until the call returns, which is
-all that the processor spends; the last column is the largest difference from torchvision in grey
-levels.
+Images are random bytes, three to two as most photographs are. For comparison, torchvision
+crops the same windows on one CPU thread. Host is the time until the call returns; the last column
+is the largest difference from torchvision in gray levels.
 """
 
 import argparse
@@ -50,7 +49,7 @@ def by_torchvision(
 
 
 def host_time(make: Make, device: str, repeats: int) -> float:
-    """Median seconds until the call returns; the device may go on."""
+    """Return the median seconds until the call returns; the device may still compute."""
     times = []
     for _ in range(repeats):
         if device == "cuda":
@@ -62,7 +61,7 @@ def host_time(make: Make, device: str, repeats: int) -> float:
 
 
 def device_time(make: Make, repeats: int) -> float:
-    """Seconds of a call with the next ones waiting in line, as in training."""
+    """Return the seconds of one of many queued calls, as in training."""
     torch.cuda.synchronize()
     start, end = (
         torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -82,10 +81,10 @@ def compare(
     transform = RandomResizedCrop(crop, interpolation=interpolation)
     rows = np.arange(len(pixels))
     windows = transform.draw(pixels, rows, torch.Generator().manual_seed(0))
-    there = pixels.to(device)
+    on_device = pixels.to(device)
 
     def make() -> torch.Tensor:
-        return transform.apply(there, rows, windows)
+        return transform.apply(on_device, rows, windows)
 
     expected = by_torchvision(pixels, windows, crop, interpolation)
     single = alternate(
@@ -93,11 +92,11 @@ def compare(
     )
     largest = int((make().cpu().int() - expected.int()).abs().max())
     host = host_time(make, device, repeats)
-    whole = device_time(make, repeats) if device == "cuda" else host
+    seconds = device_time(make, repeats) if device == "cuda" else host
     memory = peak_memory(make, device) / 2**20
     print(
         f"| {interpolation} | {'kernel' if device == 'cuda' else 'image by image'} "
-        f"| {whole * 1e3:.3f} | {host * 1e3:.3f} | {memory:.0f} | {largest} |"
+        f"| {seconds * 1e3:.3f} | {host * 1e3:.3f} | {memory:.0f} | {largest} |"
     )
     print(f"| {interpolation} | torchvision, CPU | {single['torchvision'] * 1e3:.1f} | | | 0 |")
 
@@ -121,7 +120,7 @@ def main() -> None:
     rows, generator = np.arange(len(pixels)), torch.Generator()
     drawn = alternate({"draw": lambda: transform.draw(pixels, rows, generator)}, 50)["draw"]
     print(f"windows drawn on the CPU in {drawn * 1e3:.3f} ms\n")
-    print("| filter | way | ms per batch | host ms | MiB at the highest | gray levels |")
+    print("| filter | method | ms per batch | host ms | peak MiB | gray levels |")
     print("|---|---|---|---|---|---|")
     for interpolation in MODES:
         compare(pixels, arguments.device, arguments.crop, interpolation, repeats)

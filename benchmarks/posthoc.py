@@ -1,13 +1,13 @@
-"""What trained embedders gain on their held-out classes without further training.
+"""Evaluate trained embedders on held-out classes with other views, whitening and averages.
 
     python -m benchmarks.studies best-recipe-search cub-large --data CUB --out OUT --keep-runs
     python -m benchmarks.posthoc --root CUB --short-side 400 --sizes 384 448 512 \
         --shares 0.75 0.875 1 --out FILE.json RUN
 
-RUN is a folder that `--keep-runs` has kept. Each run is evaluated for views of other sizes and
+RUN is a folder kept by `--keep-runs`. Each run is evaluated for views of other sizes and
 shares of the image, with and without its flip; for averages of such views; and for powers of the
-spread that principal components are divided by. With `--together` it is the average of the runs
-that is evaluated (a model soup): one backbone with the mean of their weights, and their heads side
+spread that principal components are divided by. `--together` evaluates the average of the runs
+(a model soup): one backbone with the mean of their weights, and their heads side
 by side, reduced by PCA. The test set is not used.
 """
 
@@ -74,7 +74,7 @@ class Images:
 
     @torch.no_grad()
     def features(self, embedder: Embedder, split: str, view: View, *, flip: bool = False) -> Tensor:
-        """Pooled features of a view of a split, or of its flip."""
+        """Return pooled features of a view of a split, or of its flip."""
         rows = self._rows[split]
         with evaluation_mode(embedder), autocast(PRECISION, DEVICE):
             return torch.cat(
@@ -85,14 +85,14 @@ class Images:
             )
 
     def score(self, vectors: Tensor) -> Scores:
-        """Metrics of unit vectors of the held-out classes, in percent."""
+        """Return metrics of unit vectors of the held-out classes, in percent."""
         labels = self._labels[self._rows["held_out"]]
         scores = evaluate(vectors, labels, metrics=Metrics(recall_at=(1,)), similarity="cosine")
         return {key: round(100 * scores[key], 3) for key in ("recall@1", "map@r")}
 
 
 def averaged(runs: Sequence[Embedder]) -> Embedder:
-    """One embedder with the mean of the backbones, and all heads side by side."""
+    """Return one embedder with the mean of the backbones, and all heads side by side."""
     soup = copy.deepcopy(runs[0])
     states = [run.backbone.state_dict() for run in runs]
     soup.backbone.load_state_dict(
@@ -113,7 +113,7 @@ def averaged(runs: Sequence[Embedder]) -> Embedder:
 
 
 class Trial:
-    """An embedder, to be evaluated in many ways."""
+    """Evaluates an embedder with different views and whitening."""
 
     def __init__(self, images: Images, embedder: Embedder) -> None:
         self._images, self._embedder = images, embedder
@@ -124,12 +124,12 @@ class Trial:
         self._axes = {power: principal_axes(moments, dim, whitening=power) for power in POWERS}
 
     def score(self, features: Tensor, power: float = 0.0) -> Scores:
-        """Metrics of features, reduced by PCA and divided by this power of the spread."""
+        """Return metrics of features, reduced by PCA and divided by this power of the spread."""
         vectors = _unit(self._embedder, features) @ self._axes[power].t()
         return self._images.score(F.normalize(vectors))
 
     def views(self, sizes: Sequence[int], shares: Sequence[float]) -> Ways:
-        """Views, averages of views, and whitening of these."""
+        """Yield scores of views, of their averages, and of whitened averages."""
         both: dict[tuple[int, float], Tensor] = {}
         for size, share in product(sizes, shares):
             name, view = f"{size} of {round(size / share)}", (size, share)

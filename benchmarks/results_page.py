@@ -17,23 +17,23 @@ from proximetry.reproduce.table_page import grid, overview
 
 PAGE = HOME.parent / "docs" / "results.md"
 
-# How far runs of one recipe and seed on one GPU may differ: loss (relative) and recall@1 (points)
-# at any epoch, and recall@1 at the last one.
+# Maximum differences of runs of one recipe and seed on one GPU: loss (relative) and recall@1
+# (points) at any epoch, and recall@1 at the last one.
 TOLERANCES = 0.01, 1.0, 0.5
 
 
 def make_page() -> str:
-    """The whole page: its introduction as it is, the rest from the runs alone."""
+    """Return the page: its introduction unchanged, the rest generated from the runs."""
     introduction = PAGE.read_text(encoding="utf-8").partition("\n| claims |")[0]
-    names = sorted(shipped_tables(), key=lambda name: not name.startswith("record-"))
-    every = [Results.read(Table.load(name), HOME / name) for name in names]
-    parts = [introduction, in_short(every)]
+    names = sorted(shipped_tables(), key=lambda name: not name.startswith("best-"))
+    all_results = [Results.read(Table.load(name), HOME / name) for name in names]
+    parts = [introduction, in_short(all_results)]
     parts += [
         overview(results, f"../benchmarks/{results.table.name}")
-        for results in every
+        for results in all_results
         if results.runs
     ]
-    records = [record for results in every for record in results.runs]
+    records = [record for results in all_results for record in results.runs]
     again = [_about_repeats(group) for group in repeats(records)]
     again += [_about_twins(group) for group in twins(records)]
     if again:
@@ -41,17 +41,17 @@ def make_page() -> str:
     return "\n".join(parts)
 
 
-def in_short(every: Iterable[Results]) -> str:
+def in_short(all_results: Iterable[Results]) -> str:
     """Return the verdicts on the published claims by table, and the tables that were not run."""
     absent, counts = [], []
-    for results in every:
+    for results in all_results:
         table = results.table
         if not results.runs:
             absent.append(f"{table.title} (`{table.name}`)")
         elif table.claims:
             verdicts = Counter(compare_claim(claim, results).verdict for claim in table.claims)
             counts.append((table.title, verdicts))
-    # Whatever came out has a column, so that every claim is counted.
+    # Every verdict has a column, so that every claim is counted.
     columns = [v for v in get_args(Verdict) if any(v in verdicts for _, verdicts in counts)]
     lines = ([title, *(verdicts.get(v) for v in columns)] for title, verdicts in counts)
     text = grid(["claims", *columns], lines)
@@ -59,14 +59,14 @@ def in_short(every: Iterable[Results]) -> str:
 
 
 def repeats(records: Iterable[Record]) -> list[list[Record]]:
-    """Runs of one recipe and seed, which are there more than once where tables overlap."""
+    """Return groups of runs with the same recipe and seed, where tables overlap."""
     return [group for group in _alike(records, _recipe) if len(group) > 1]
 
 
 def twins(records: Iterable[Record]) -> list[list[Record]]:
-    """Runs that train alike, of several rows which are evaluated in different ways.
+    """Return groups of runs with the same training, evaluated in different ways.
 
-    Those of one training, which took the same time to the millisecond, are no repetition.
+    Records of one run, which have the same seconds, do not count.
     """
     groups = _alike(records, _training)
     return [
@@ -94,12 +94,12 @@ def _recipe(record: Record) -> dict[str, Any]:
     return {**Recipe.load(record.recipe).keys_without_roles(), "device": record.device}
 
 
-# How test images are seen, which training does not depend on.
+# Settings of the evaluation, which training does not depend on.
 OF_TEST_IMAGES = ("model.whitening", "model.flip_tta", "model.tta_crops")
 
 
 def _training(record: Record) -> dict[str, Any]:
-    """What training depends on."""
+    """Return the settings that training depends on."""
     return {
         key: value
         for key, value in _recipe(record).items()
@@ -108,12 +108,12 @@ def _training(record: Record) -> dict[str, Any]:
 
 
 def _losses(record: Record) -> tuple[float, ...]:
-    """The loss of every epoch; the untrained embedder has none."""
+    """Return the loss of every epoch; the untrained embedder has none."""
     return tuple(line["loss"] for line in record.curve if "loss" in line)
 
 
 def spread(group: Sequence[Record]) -> tuple[float, float, float]:
-    """How far runs differ, in the order of `TOLERANCES`."""
+    """Return how much runs differ, in the order of `TOLERANCES`."""
     losses = zip(*(_losses(record) for record in group), strict=True)
     recalls = [
         [100 * line["test"]["recall@1"] for line in record.curve if "test" in line]
@@ -138,7 +138,7 @@ def _about_repeats(group: Sequence[Record]) -> str:
 
 
 def same_losses(group: Sequence[Record]) -> bool:
-    """Whether the losses of all epochs are equal to the last bit."""
+    """Return whether the losses of all epochs are equal to the last bit."""
     return len({_losses(record) for record in group}) == 1
 
 

@@ -1,10 +1,10 @@
-"""Seven tiny trainings by two revisions, compared bit for bit.
+"""Compare seven tiny trainings of two revisions bit for bit.
 
     python -m benchmarks.same_results --before ee35f28
 
 Each revision trains in processes of its own: different losses, a moving average, accumulated
 batches, augmentation, vectors, a custom dataset and two ranks. Weights, losses and metrics of the
-working tree have to be those of the revision. Exits with 1 where they are not.
+working tree must equal those of the revision; otherwise it exits with 1.
 """
 
 from __future__ import annotations

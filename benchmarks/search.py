@@ -1,12 +1,11 @@
-"""Galleries beside plain faiss in the same run: build time, queries per second, recall@10.
+"""Compare galleries with plain faiss: build time, queries per second, recall@10.
 
 python -m benchmarks.search [--size small] [--index Flat HNSW32 IVF1024,PQ64 BFlat]
 python -m benchmarks.search --filters [--rows 20000] [--dim 64] [--per-class 100] [--index …]
 
 The vectors lie around class centers, in few of the dimensions, as those of a trained embedder do.
 Plain faiss holds the same index in memory and is searched with the same settings. `faiss` returns
-10 results; `faiss, as many` as many candidates as a gallery inspects before it computes
-their similarities.
+10 results; `faiss, as many` returns as many candidates as a gallery re-scores.
 
 `--filters` measures recall@10 where labels are the clusters: plain, and with filters that allow a
 share of the classes, for queries of allowed classes (near) and of others (far). It does so with
@@ -77,7 +76,7 @@ def build_plain(kind: str, vectors: Vectors) -> Any:
 
 
 def plain_index(kind: str, size: str, vectors: Vectors, folder: Path) -> tuple[Any, str]:
-    """An index of faiss in memory, and how long it took; a large one is the gallery's own."""
+    """Return an index of faiss in memory, and its build time; a large one is the gallery's."""
     if size == "small" or kind in ("Flat", "BFlat"):
         start = time.perf_counter()
         made = build_plain(kind, vectors)
@@ -88,7 +87,7 @@ def plain_index(kind: str, size: str, vectors: Vectors, folder: Path) -> tuple[A
 
 def set_depth(index: Any) -> Any:
     if hasattr(index, "nprobe"):
-        index.nprobe = indexes.probes(index.nlist)
+        index.nprobe = indexes.choose_nprobe(index.nlist)
     if hasattr(index, "hnsw"):
         index.hnsw.efSearch = indexes.EF_SEARCH
     return index
@@ -129,7 +128,7 @@ def compare(
     index = gallery._snapshot.segments[0].index  # type: ignore[union-attr]
     more = K if index is None else index.count(K)
     for batch in BATCHES[size]:
-        # A scan takes as long whatever is searched for; an index does not.
+        # The time of a scan does not depend on the query; that of an index does.
         total = batch if batch > 1 else 4 if kind in ("Flat", "BFlat") else 100
 
         def measure_search(search: Any, some: Any, size: int = batch, total: int = total) -> Run:

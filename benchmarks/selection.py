@@ -4,8 +4,8 @@
         --evaluation.watch-test; done
     python -m benchmarks.selection runs/cub-* --out selection.json
 
-IMAGES has train/ and test/ with different classes. The test set is evaluated for the curve alone;
-the difference is that between its MAP@R at the selected epoch and at its best epoch.
+IMAGES has train/ and test/ with different classes. The test set is evaluated only for the curve;
+`lost` is the difference between its MAP@R at the selected epoch and at its best epoch.
 """
 
 import argparse
@@ -22,7 +22,7 @@ METRIC = "map@r"
 
 
 def summarize(folder: RunFolder) -> dict[str, Any]:
-    """The curves of a run, its selected epoch, and what another epoch would have given."""
+    """Return the curves of a run, its selected epoch, and the best epoch on the test set."""
     evaluated = [line for line in folder.history() if "test" in line]
     curves = {
         split: {line["epoch"]: line[split][METRIC] for line in evaluated}
@@ -44,7 +44,7 @@ def summarize(folder: RunFolder) -> dict[str, Any]:
 
 
 def table(runs: Iterable[dict[str, Any]]) -> str:
-    """The runs in Markdown."""
+    """Return the runs as a Markdown table."""
     heads = ["run", "untrained", "selected", "test MAP@R", "best", "test MAP@R", "lost"]
     lines = []
     for run in runs:

@@ -1,14 +1,13 @@
-"""The search page under load: concurrent clients, and what the server adds to the model's time.
+"""Load-test the search page: latency with concurrent clients, with and without the model.
 
 python -m benchmarks.serve [--clients 50] [--seconds 30] [--index Flat]
 
 A real server in a process of its own, 60 502 vectors of 512 dimensions, real files of tiny images,
-an exact index. Each client sends its next query as soon as the last one is answered, or after a
-second as people do at the least, on a connection that stays open; they are all in this process, on
-the same cores as the server.
+an exact index. Each client sends its next query immediately after an answer, or a second later,
+on a connection that stays open. All clients run in this process, on the same cores as the server.
 
-The server reports in `Server-Timing` how long the model took for the images that a query was
-embedded with. "beyond the model" is the latency without that.
+The server reports in `Server-Timing` the model's time for the batch of a query. "beyond the
+model" is the latency without that time.
 """
 
 import argparse
@@ -41,7 +40,7 @@ DIFFERENT = 200  # queries
 
 
 class Answered(NamedTuple):
-    """One request, in seconds: all of it, and the parts that the server reports."""
+    """The seconds of one request: in total, and the parts that the server reports."""
 
     seconds: float
     model: float
@@ -57,7 +56,7 @@ def make_image(draw: np.random.Generator) -> bytes:
 
 
 def build(home: Path, index: str) -> Gallery:
-    """A gallery whose images are files, and whose map need not be computed."""
+    """Build a gallery of image files with a precomputed map."""
     count, classes = SIZES["small"]
     draw = np.random.default_rng(0)
     paths = [home / "images" / f"{row // 1000:03d}" / f"{row:06d}.png" for row in range(count)]

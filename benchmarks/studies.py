@@ -47,12 +47,12 @@ def read_study(study: Path) -> list[Results]:
 
 
 def study_page(study: Path) -> str:
-    """Return README.md: generated, or in searches written text before a section per table."""
-    every = read_study(study)
+    """Return README.md; in searches, sections of tables follow a written introduction."""
+    all_results = read_study(study)
     if not is_search(study):
-        return page(every[0])
+        return page(all_results[0])
     text = (study / "README.md").read_text(encoding="utf-8").partition(GENERATED)[0]
-    sections = [re.sub("^#", "##", page(results), flags=re.MULTILINE) for results in every]
+    sections = [re.sub("^#", "##", page(results), flags=re.MULTILINE) for results in all_results]
     return "\n".join([f"{text}{GENERATED}\n", *sections])
 
 

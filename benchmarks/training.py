@@ -1,4 +1,4 @@
-"""The trainer beside the bare network: images per second in one run, decoding apart.
+"""Compare the trainer with the bare network: images per second, without decoding.
 
 python -m benchmarks.training [--backbone tf_efficientnet_lite0] [--batch 32] [--rounds 5]
 python -m benchmarks.training --backbone tf_efficientnet_lite2 --batch 180 --images 5864 \
@@ -30,7 +30,7 @@ from proximetry.training.run_folder import RunFolder
 
 
 def make_images(root: Path, count: int, side: int) -> None:
-    """JPEG files with some structure, eight to a class."""
+    """Write JPEG files with some structure, eight per class."""
     draw = np.random.default_rng(0)
     for i in range(count):
         folder = root / f"class{i // 8:03d}"
@@ -41,7 +41,7 @@ def make_images(root: Path, count: int, side: int) -> None:
 
 
 def network(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The keys of a recipe for the network that is measured."""
+    """Return the recipe keys of the measured network."""
     return {
         "model": {
             "backbone": arguments.backbone,
@@ -77,7 +77,7 @@ def make_recipe(root: Path, cache: Path, arguments: argparse.Namespace) -> Recip
 
 
 def bare_steps(run: Run, pixels: torch.Tensor, steps: int) -> float:
-    """Images per second of forward, backward and step alone."""
+    """Return images per second of forward, backward and optimizer step."""
     network = run.updater.network
     _wait(run.world.device)
     started = time.perf_counter()
@@ -90,7 +90,7 @@ def bare_steps(run: Run, pixels: torch.Tensor, steps: int) -> float:
 
 
 def trainer_epoch(run: Run, epoch: int) -> float:
-    """Images per second of the trainer's own steps."""
+    """Return images per second of the trainer's steps."""
     seen = 0
     _wait(run.world.device)
     started = time.perf_counter()
@@ -102,7 +102,7 @@ def trainer_epoch(run: Run, epoch: int) -> float:
 
 
 def evaluation_times(run: Run, count: int) -> tuple[float, float]:
-    """Seconds to embed n images, and to evaluate them with every metric."""
+    """Return seconds to embed n images, and to evaluate them with every metric."""
     rows = np.arange(count) % len(run.data.catalog)
     labels = np.asarray(run.data.catalog.labels)[rows]
     _wait(run.world.device)

@@ -1,9 +1,9 @@
 """Fill in the parts of the documentation that the code declares.
 
     python docs/generate.py            write them
-    python docs/generate.py --check    only list the pages that are out of date
+    python docs/generate.py --check    only list outdated pages
 
-A part stands between ``<!-- generated: WHAT ARGUMENTS -->`` and ``<!-- end -->``; WHAT is a name of
+A part is between ``<!-- generated: NAME ARGUMENTS -->`` and ``<!-- end -->``; NAME is a key of
 `PARTS`.
 """
 
@@ -76,7 +76,7 @@ def signature(name: str) -> str:
 
 
 def settings(name: str) -> str:
-    """Return the table of the settings of a loss, its form, and the start of its proxies."""
+    """Return the table of the settings of a loss, its form, and its initial proxies."""
     cls = LOSSES[name]
     known = cls.settings()
     rows = [
@@ -110,7 +110,7 @@ def use(name: str) -> str:
 
 
 def losses() -> str:
-    """Return the table of all losses, for those who use them."""
+    """Return the table of all losses, for users."""
     head = "loss", "class", "S from", "own class (positive)", "other classes (negative)"
     rows = [
         (
@@ -122,13 +122,13 @@ def losses() -> str:
             cls.form.by,
             JOINS[cls.form.join],
         )
-        for name, cls in ours()
+        for name, cls in package_losses()
     ]
     return table((*head, "grouped by", "joined as"), rows)
 
 
 def forms() -> str:
-    """Return the table of all losses, for those who write them."""
+    """Return the table of all losses, for authors of losses."""
     rows = [
         (
             f"`{cls.__name__}`",
@@ -136,7 +136,7 @@ def forms() -> str:
             logit(cls, "positive_logit"),
             logit(cls, "negative_logit"),
         )
-        for _, cls in ours()
+        for _, cls in package_losses()
     ]
     return table(("class", "similarity, by, join", "`positive_logit`", "`negative_logit`"), rows)
 
@@ -155,13 +155,13 @@ def pair_losses() -> str:
 
 
 def _defaults(declared: dict[str, Setting]) -> str:
-    own = {key: one for key, one in declared.items() if key != "memory"}
-    words = [f"`{key}={value(one.default)}`: {one.help}" for key, one in own.items()]
+    listed = {key: one for key, one in declared.items() if key != "memory"}
+    words = [f"`{key}={value(one.default)}`: {one.help}" for key, one in listed.items()]
     return "; ".join(words) or "–"
 
 
-def ours() -> list[tuple[str, type[ProxyLoss]]]:
-    """Return the losses of the package, without those that others have registered."""
+def package_losses() -> list[tuple[str, type[ProxyLoss]]]:
+    """Return the losses of the package, without registered custom ones."""
     return [(n, cls) for n, cls in LOSSES.items() if cls.__module__.startswith("proximetry.")]
 
 
@@ -193,13 +193,13 @@ def recipe_keys(section: str) -> str:
 
 def recipes() -> str:
     """Return the table of the shipped recipes."""
-    every = {name: loading.plain_values(name) for name in loading.shipped_recipes()}
-    rows = [(f"`{n}`", one["data"]["dataset"], one["about"]) for n, one in every.items()]
+    values = {name: loading.plain_values(name) for name in loading.shipped_recipes()}
+    rows = [(f"`{n}`", one["data"]["dataset"], one["about"]) for n, one in values.items()]
     return table(("recipe", "dataset", "about"), rows)
 
 
 def datasets() -> str:
-    """Return the table of the datasets that have published sizes."""
+    """Return the table of the datasets with published sizes."""
     rows = []
     for info in list_datasets().values():
         if info.train and info.test:
@@ -235,8 +235,8 @@ PARTS: dict[str, Callable[..., str]] = {
 }
 
 
-def filled(text: str) -> str:
-    """Return the text of a page with its generated parts made anew."""
+def fill_parts(text: str) -> str:
+    """Return the text of a page with its parts generated again."""
 
     def fill(match: re.Match[str]) -> str:
         return f"{match[1]}{PARTS[match[2]](*match[3].split())}\n{match[4]}"
@@ -244,10 +244,10 @@ def filled(text: str) -> str:
     return PART.sub(fill, text)
 
 
-def stale() -> dict[Path, str]:
-    """Return the pages that are out of date, with what they should be."""
+def outdated_pages() -> dict[Path, str]:
+    """Return the outdated pages, with their new text."""
     pages = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
-    return {page: new for page, text in pages.items() if (new := filled(text)) != text}
+    return {page: new for page, text in pages.items() if (new := fill_parts(text)) != text}
 
 
 def main() -> None:
@@ -255,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fill in the generated parts of docs/.")
     parser.add_argument("--check", action="store_true", help="change nothing; fail if out of date")
     check = parser.parse_args().check
-    pages = stale()
+    pages = outdated_pages()
     for page, text in pages.items():
         print(f"{'out of date' if check else 'written'}: {page.relative_to(DOCS.parent)}")
         if not check:

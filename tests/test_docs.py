@@ -15,7 +15,7 @@ from tests.training.tiny import make_images, make_recipe
 
 
 def test_generated_parts_are_up_to_date():
-    assert [page.name for page in generate.stale()] == []
+    assert [page.name for page in generate.outdated_pages()] == []
 
 
 def test_every_loss_has_a_page_with_its_settings():
@@ -28,7 +28,7 @@ def test_every_loss_has_a_page_with_its_settings():
 
 def test_generated_part_is_replaced_and_the_rest_is_unchanged():
     text = "a\n<!-- generated: signature proxy_anchor -->\nold\n<!-- end -->\nb\n"
-    assert generate.filled(text) == (
+    assert generate.fill_parts(text) == (
         "a\n<!-- generated: signature proxy_anchor -->\n"
         '`ProxyAnchor(num_classes, dim, alpha=32.0, margin=0.1, *, engine="auto")`, '
         "in recipes `proxy_anchor`\n<!-- end -->\nb\n"

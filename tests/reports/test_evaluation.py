@@ -43,7 +43,7 @@ def average_precision(result, query, order):
 
 def test_figures_equal_the_results(records, found):
     for record, result in zip(records, found, strict=True):
-        assert result.agrees
+        assert result.matches_run
         assert result.notes == []
         assert result.split == "test"
         assert result.scores == pytest.approx(record.results["selected"]["test"], abs=1e-12)
@@ -104,7 +104,7 @@ def test_roles_separate_queries_and_gallery(found, records, table, tmp_path):
         assert row not in others
         right = [catalog.labels[other] == catalog.labels[row] for other in others]
         assert right == result.neighbors.hits[query].tolist()
-    assert not result.agrees
+    assert not result.matches_run
     assert "have changed" in result.notes[-1]
 
 

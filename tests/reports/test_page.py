@@ -108,7 +108,7 @@ def test_cards_compare_with_the_untrained_model(records, found, tmp_path):
     table = make_table(tmp_path / "other", seed=3)
     table.write_text(table.read_text().replace(",class1", ",room1"))
     result = evaluate_run(records[0], str(table))
-    assert not result.agrees
+    assert not result.matches_run
     figure, below = cards(report_page(records[0], result))["MAP@R"]
     assert figure == f"{100 * result.scores['map@r']:.1f} %"
     assert below.endswith("; other, split test")
@@ -141,7 +141,7 @@ def test_images_have_alt_text_and_marks(page, found):
     shown = [a for a in page.all("img") if a.get("class") != "sprite"]
     assert all(a["alt"] for a in shown)
     assert page.text.count("MAP@R 1") + page.text.count("MAP@R 0") > 0
-    assert {"✓ right", "✗ wrong"} <= set(re.findall("[✓✗] [a-z]+", page.text))
+    assert {"✓ correct", "✗ incorrect"} <= set(re.findall("[✓✗] [a-z]+", page.text))
     assert len([a for a in shown if a["alt"].startswith("query")]) >= 12
 
 
@@ -189,7 +189,7 @@ def test_runs_with_other_metrics_are_compared(runs, run, tmp_path, metrics, sele
     page = Page((tmp_path / "page.html").read_bytes())
     rows = {row[0]: row[1:] for row in page.table("Metrics in percent, 24 queries")}
     assert rows["MAP@R"][1:] == ["–", "–"]
-    assert "Right in run only" in page.text
+    assert "Correct in run only" in page.text
 
 
 def test_runs_on_other_images_are_not_compared(runs, run, tmp_path, call):
@@ -212,11 +212,11 @@ def test_other_folders_with_the_same_names_are_other_images(records, found, tmp_
     table = make_table(tmp_path / "other", seed=3)
     other = evaluate_run(records[1], str(table))
     assert other.catalog.paths == found[0].catalog.paths
-    assert not found[0].compares_like(other)
+    assert not found[0].is_comparable_to(other)
     # One folder by another name is the same.
     (tmp_path / "link").symlink_to(found[1].catalog.root)
     linked = replace(found[1], catalog=replace(found[1].catalog, root=tmp_path / "link"))
-    assert found[0].compares_like(linked)
+    assert found[0].is_comparable_to(linked)
 
 
 def test_binary_codes_are_among_the_metrics(home, table):
@@ -226,10 +226,10 @@ def test_binary_codes_are_among_the_metrics(home, table):
     record = RunRecord.read(home / "bits")
     result = evaluate_run(record)
     results = record.results["selected"]["test"]["codes"]
-    assert result.agrees
+    assert result.matches_run
     assert result.scores["codes"] == pytest.approx(results, abs=1e-12)
-    for one in (result, replace(result, agrees=False)):
-        caption = "Metrics of the test set" if one.agrees else "Metrics of the images of this"
+    for one in (result, replace(result, matches_run=False)):
+        caption = "Metrics of the test set" if one.matches_run else "Metrics of the images of this"
         rows = {row[0]: row[1:] for row in Page(report_page(record, one)).table(caption)}
         for name in ("recall@1", "MAP@R", "ndcg@4"):
             *_, shown, interval = rows[f"{name}, codes (Hamming)"]
@@ -255,7 +255,7 @@ def test_moved_images_are_listed_as_missing(moved, tmp_path, call):
     assert_alone(page)
     assert "Missing from this report" in page.text
     assert page.table("Metrics of the test set")
-    assert "Distinct are proxies" in page.text
+    assert "distinct if their directions" in page.text
     assert "missing: Proxies in use: no training images" in out
     for words in (["--data", tmp_path / "new/images.csv"], ["--root", tmp_path / "new/images.csv"]):
         out = call(moved, *words)

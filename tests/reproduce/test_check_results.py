@@ -54,7 +54,7 @@ def test_the_summary_counts_every_claim():
 
 @pytest.fixture
 def copied(tmp_path):
-    home = tmp_path / "record-cars"
+    home = tmp_path / "best-cars"
     shutil.copytree(HOME / home.name, home)
     return home
 

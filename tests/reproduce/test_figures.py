@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from proximetry.reproduce.figures import curve, draw, figure_names, why_no_seconds
+from proximetry.reproduce.figures import curve, draw, explain_missing_seconds, figure_names
 from proximetry.reproduce.records import Results
 from proximetry.reproduce.table_page import _convergence
 from tests.reproduce.small import make_table
@@ -60,11 +60,11 @@ def test_outdated_figures_are_removed(tmp_path):
 def test_incomparable_seconds_are_not_drawn(tmp_path, changes, reason):
     table = make_table(tmp_path, figure={"kind": "curves"})
     records = make_records(table)
-    assert why_no_seconds(Results(table, records)) == ""
+    assert explain_missing_seconds(Results(table, records)) == ""
     assert list(draw_in(tmp_path, table, records)) == ["epochs.svg", "seconds.svg"]
     assert "| 2 | 1 |" in _convergence(Results(table, records))["table_of_convergence"]
     records[1] = records[1].model_copy(update=changes)
-    assert reason in why_no_seconds(Results(table, records))
+    assert reason in explain_missing_seconds(Results(table, records))
     assert list(draw_in(tmp_path, table, records)) == ["epochs.svg"]
     assert "| epochs |\n" in _convergence(Results(table, records))["table_of_convergence"]
 

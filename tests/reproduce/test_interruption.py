@@ -66,7 +66,7 @@ def test_resumed_command_keeps_completed_runs(table, data, tmp_path, uninterrupt
         resumed.append((job.folder.path / "checkpoints" / "last.safetensors").exists())
         return train_here(job, *callbacks)
 
-    with pytest.raises(Interrupted, match=r"1 runs are done in .* to resume"):
+    with pytest.raises(Interrupted, match=r"runs complete in .*: 1\. .* to resume"):
         run_table(table, data, tmp_path, start=start)
     completed = (home / RUNS).read_text()
     run_table(table, data, tmp_path, start=start)

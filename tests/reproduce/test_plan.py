@@ -149,7 +149,7 @@ def test_scaling_keeps_the_shape(published, epochs, every, at, warm):
 
 @pytest.mark.parametrize("row", ["birds: default", "birds: default-cpu"])
 def test_automatic_drops_stay_automatic(row):
-    table = Table.load("defaults")
+    table = Table.load("default-recipes")
     recipe = recipe_of(table, table.rows.index(table.row(row)), epochs=6)
     assert (recipe.training.epochs, recipe.schedule.every) == (6, "auto")
     with pytest.raises(ReproduceError, match="the backbone is frozen"):

@@ -46,7 +46,7 @@ def test_runs_are_lines_of_one_file(whole, data, cache):
     home, lines = whole
     assert list(read_records(home)) == sorted(IDS)
     assert sorted(path.name for path in home.iterdir()) == ["README.md", RUNS, "sweep.svg"]
-    assert lines[0] == "small: 6 runs, 0 of them done already"
+    assert lines[0] == "small: 6 runs, 0 already complete"
     assert lines[-1].endswith("0 left")
     assert sum("recall@1" in line for line in lines) == 4
     texts = (home / RUNS).read_text().splitlines()
@@ -89,9 +89,9 @@ def test_columns_of_proxy_angles_and_verification(data, cache, tmp_path):
     assert f"| Proxy-Anchor | ours, last epoch, seeds 0, 1 | {mean:.1f} ±" in text  # degrees
     assert "Angles, in degrees" in text
     one = records[0]
-    assert runner.outcome(table, one) == f"mean_angle {one.metrics()['mean_angle']:.1f}"
+    assert runner.summarize(table, one) == f"mean_angle {one.metrics()['mean_angle']:.1f}"
     without = one.model_copy(update={"last": {k: one.last[k] for k in ("epoch", "test")}})
-    assert runner.outcome(table, without) == "mean_angle missing"  # losses without proxies
+    assert runner.summarize(table, without) == "mean_angle missing"  # losses without proxies
 
 
 def test_page_shows_ours_beside_the_published(whole):
@@ -121,7 +121,7 @@ def test_page_shows_ours_beside_the_published(whole):
         "center crop 24.",
         "`proximetry reproduce small.yaml --data FOLDER --seeds 0 1`",
         "Squares instead of birds.",
-        "small_convnet here, a large network there",
+        "small_convnet; published: a large network",
         "![recall@1 against proxies per class K](sweep.svg)",
         "Published with a large network; not stated. A note.",
     ):
@@ -135,7 +135,7 @@ def test_finished_runs_are_skipped_and_the_page_is_unchanged(whole, data, cache,
     for seeds in ((0, 1), (0,)):  # runs of other seeds still count
         lines = []
         home = run_table(make_table(cache), data, out, lines.append, seeds=seeds, start=no_training)
-        assert f"{2 * len(seeds) + 2} of them done already" in lines[0]
+        assert f"{2 * len(seeds) + 2} already complete" in lines[0]
         assert (home / "README.md").read_bytes() == (whole[0] / "README.md").read_bytes()
         assert (home / "sweep.svg").read_bytes() == (whole[0] / "sweep.svg").read_bytes()
 

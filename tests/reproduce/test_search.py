@@ -49,7 +49,7 @@ def home(table, data, tmp_path_factory):
     assert text.endswith("\n\nRows without a run here: base.\n")
     lines = []
     home = run_table(table, data, out, lines.append)
-    assert lines[0] == "search: 2 runs, 1 of them done already"
+    assert lines[0] == "search: 2 runs, 1 already complete"
     assert lines[1].startswith("base, seed 0: recall@1")
     return home
 

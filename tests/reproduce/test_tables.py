@@ -27,7 +27,7 @@ def test_all_tables_are_listed():
     assert "5 runs per seed + 5 for selection" in lines[NAMES.index("mpa-table4")]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "defaults"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "default-recipes"])
 def test_shipped_table_is_complete(name):
     table = Table.load(name)
     assert table.name == name

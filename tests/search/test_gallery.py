@@ -626,7 +626,7 @@ def test_duplicates_with_an_index_are_complete(
     embedder, tmp_path, indexed, monkeypatch, kind, compared
 ):
     monkeypatch.setattr(duplicates, "MAX_COMPARED_ROWS", compared)
-    monkeypatch.setattr(snapshot, "MIN_LIST_SHARE", 1)
+    monkeypatch.setattr(snapshot, "SCAN_FACTOR", 1)
     vectors = make_vectors(1500)
     vectors[300:310] = vectors[:10]
     vectors[400:701] = vectors[400]  # more copies than are searched first

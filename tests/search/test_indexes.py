@@ -50,7 +50,7 @@ def recall(result, queries, allowed, k=10):
 def budget(request, monkeypatch):
     """Never scan where an index can answer, or the default."""
     monkeypatch.setattr(snapshot, "MAX_SCAN_ENTRIES", request.param)
-    monkeypatch.setattr(snapshot, "MIN_LIST_SHARE", 64 if request.param else 1)
+    monkeypatch.setattr(snapshot, "SCAN_FACTOR", 64 if request.param else 1)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.11, 0.2, 0.3, 0.5, 0.8])

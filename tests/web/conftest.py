@@ -124,5 +124,5 @@ def bomb(width=60_000, height=60_000):
 def start(server, log, *words, **environment):
     """Start a server in a process of its own; return it and its address."""
     process = Process(server, log, SERVE, *words, "--port", 0, **environment)
-    process.until(lambda: log.exists() and "Ctrl-C stops it" in process.output())
+    process.until(lambda: log.exists() and "Ctrl-C" in process.output())
     return process, re.search(r"http://\S+", process.output())[0]

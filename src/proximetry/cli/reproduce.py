@@ -19,7 +19,7 @@ def reproduce(
     options: Annotated[ReproduceOptions, Parameter(name="*")] = ReproduceOptions(),  # noqa: B008
     list_: Annotated[Flag, Parameter(name="--list")] = False,
 ) -> None:
-    """Run every row of a published table and compare the results with the published figures.
+    """Run every row of a published table and compare the results with the published metrics.
 
     Finished rows are skipped: repeat an interrupted command to resume it.
 

@@ -51,7 +51,7 @@ def _metrics(runs: Sequence[ComparedRun]) -> ReportSection:
         differences: list[Any] = [None] * len(complete)
         scores = [one.scores for one in complete]
         caption = "Metrics of each run on its own images, in percent"
-        if all(complete[0].compares_like(one) for one in complete):
+        if all(complete[0].is_comparable_to(one) for one in complete):
             number = format_int(int(scores[0]["queries"]))
             caption = f"Metrics in percent, {number} queries, the same for all runs"
             first, *others = (one.evaluation for one in complete)
@@ -97,11 +97,11 @@ def _curves(runs: Sequence[ComparedRun]) -> ReportSection:
 
 
 def _queries(runs: Sequence[ComparedRun]) -> ReportSection | None:
-    """Return queries whose nearest image is right in only one of two runs."""
+    """Return queries whose nearest image is correct in only one of two runs."""
     (name, _, first), *others = runs
     comparisons = []
     for other_name, _, other in others:
-        if first is None or other is None or not first.compares_like(other):
+        if first is None or other is None or not first.is_comparable_to(other):
             continue
         hits, other_hits = first.neighbors.hits[:, 0], other.neighbors.hits[:, 0]
         scored = first.evaluation.scored
@@ -116,8 +116,8 @@ def _queries(runs: Sequence[ComparedRun]) -> ReportSection | None:
                 "gained": len(gained),
                 "lost": len(lost),
                 "lists": [
-                    (f"Right in {other_name} only", _rows(pair, _top_gaps(first, other, gained))),
-                    (f"Right in {name} only", _rows(pair, _top_gaps(first, other, lost))),
+                    (f"Correct in {other_name} only", _rows(pair, _top_gaps(first, other, gained))),
+                    (f"Correct in {name} only", _rows(pair, _top_gaps(first, other, lost))),
                 ],
             }
         )
@@ -129,7 +129,7 @@ def _queries(runs: Sequence[ComparedRun]) -> ReportSection | None:
 def _top_gaps(first: RunEvaluation, other: RunEvaluation, queries: Any) -> list[int]:
     """Return the queries whose scores differ the most, at most one per class."""
     scores, other_scores = first.evaluation.scores, other.evaluation.scores
-    common = next((name for name in (first.ranking, *scores) if name in other_scores), None)
+    common = next((name for name in (first.ranking_metric, *scores) if name in other_scores), None)
     # Without a common score, queries come in the order of the catalog.
     gap = other_scores[common] - scores[common] if common else np.zeros(len(first.queries))
     order = queries[np.argsort(-np.abs(gap[queries]), kind="stable")]

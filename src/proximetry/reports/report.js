@@ -57,7 +57,7 @@ for (const map of document.querySelectorAll(".map")) {
     filterClasses(field ? field.value : clicked);
   });
 }
-// Tables with a field above them: rows whose name holds the word.
+// Filter the rows of a table by the text of its field.
 for (const field of document.querySelectorAll("input[data-rows]")) {
   field.closest(".filter").hidden = false;
   const rows = [...document.querySelectorAll(`#${field.dataset.rows} tbody tr`)];

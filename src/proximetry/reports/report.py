@@ -26,7 +26,7 @@ from proximetry.reports.run_sections import (
     queries_section,
 )
 
-_ABSENT = (ValueError, OSError, ModuleNotFoundError)
+_MISSING_INPUT_ERRORS = (ValueError, OSError, ModuleNotFoundError)
 """Raised if images, checkpoints or an extra are missing."""
 
 
@@ -61,7 +61,7 @@ def write_report(
     for record in records:
         try:
             evaluations.append(evaluate_run(record, source, root, progress, columns=columns))
-        except _ABSENT as error:
+        except _MISSING_INPUT_ERRORS as error:
             # Explicitly named images must be readable.
             if source is not None or root is not None:
                 raise
@@ -84,7 +84,7 @@ def report_page(record: RunRecord, run: RunEvaluation | None) -> bytes:
         sections += [queries_section(run), classes_section(run)]
         try:
             sections.append(map_section(run))
-        except _ABSENT as error:
+        except _MISSING_INPUT_ERRORS as error:
             record.missing.append(f"Map: {error}")
         if run.unreadable:
             record.missing.append(f"Images: {len(run.unreadable)} cannot be read")
@@ -96,14 +96,14 @@ def report_page(record: RunRecord, run: RunEvaluation | None) -> bytes:
         heading=record.name,
         about=f"{recipe.loss.name} with {recipe.model.backbone}, "
         f"{recipe.model.pca_dim or recipe.model.dim} dimensions, on {recipe.data.dataset}. "
-        f"Recipe {recipe.name}. {_written()}",
+        f"Recipe {recipe.name}. {_creation_note()}",
         missing=record.missing,
         notes=notes,
         cards=headline(record, run),
     )
 
 
-def _written() -> str:
+def _creation_note() -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return f"Written {now} by Proximetry {__version__}."
 
@@ -120,7 +120,7 @@ def _proxies(record: RunRecord, run: RunEvaluation | None) -> list[ReportSection
             if run is None or run.train is None:
                 raise ValueError("no training images")
             use = measure_use(proxies, run.embedder, run.train)
-    except _ABSENT as error:
+    except _MISSING_INPUT_ERRORS as error:
         record.missing.append(f"{title}: {error}")
     section = proxies_section(record, proxies, use)
     return [] if section is None else [section]
@@ -139,6 +139,6 @@ def comparison_page(
         f"{title}, compared",
         comparison_sections(runs),
         heading=f"{title}, compared",
-        about=f"{len(names)} runs, compared with {names[0]}. {_written()}",
+        about=f"{len(names)} runs, compared with {names[0]}. {_creation_note()}",
         missing=[f"{run.name}. {reason}" for run in runs for reason in run.record.missing],
     )

@@ -39,7 +39,7 @@ Rows = npt.NDArray[np.int64]
 NEIGHBORS = 8  # images beside a query
 MAX_MAP_IMAGES = 1500
 _IMAGES_PER_CLASS = 20
-# Figures of another device differ in the last digits; those of other images differ by more.
+# Metrics of another device differ in the last digits; those of other images differ by more.
 _ROUNDING = 1e-4
 
 
@@ -57,8 +57,8 @@ class RunEvaluation:
         neighbors: the nearest images of each query.
         queries: their rows of the catalog.
         gallery: the rows of the catalog that are searched.
-        agrees: whether the figures are those of the selected epoch in the run's results.
-        notes: warnings about the images and the figures.
+        matches_run: whether the metrics are those of the selected epoch in the run's results.
+        notes: warnings about the images and the metrics.
         unreadable: image files for which a page has no thumbnail.
     """
 
@@ -72,7 +72,7 @@ class RunEvaluation:
     neighbors: RetrievalResult
     queries: Rows
     gallery: Rows
-    agrees: bool
+    matches_run: bool
     notes: list[str]
     unreadable: set[str] = field(default_factory=set)
 
@@ -82,7 +82,7 @@ class RunEvaluation:
         return self.evaluation.bootstrap()
 
     @property
-    def ranking(self) -> str:
+    def ranking_metric(self) -> str:
         """The score by which queries and classes are ordered."""
         names = list(self.evaluation.scores)
         return "map@r" if "map@r" in names else names[0]
@@ -90,12 +90,12 @@ class RunEvaluation:
     def extremes(self, count: int, *, best: bool) -> list[int]:
         """Return the queries with the highest or the lowest scores, at most one per class.
 
-        Of equal scores, the hardest of the best, those least similar to their nearest image, and
-        the most confident errors of the worst, those most similar to it.
+        Ties: the best are ordered by lowest similarity to the nearest image, the worst by highest
+        (most confident errors).
         """
         sign = 1 if best else -1
-        scores, similarities = self.evaluation.scores[self.ranking], self.neighbors.similarities
-        order = np.lexsort((sign * similarities[:, 0], -sign * scores))
+        scores = self.evaluation.scores[self.ranking_metric]
+        order = np.lexsort((sign * self.neighbors.similarities[:, 0], -sign * scores))
         return self.one_per_class(order[self.evaluation.scored[order]], count)
 
     def one_per_class(self, queries: Rows, count: int) -> list[int]:
@@ -129,7 +129,7 @@ class RunEvaluation:
         subset = rows[within < max(_IMAGES_PER_CLASS, MAX_MAP_IMAGES // classes)]
         return np.sort(subset[:MAX_MAP_IMAGES])
 
-    def compares_like(self, other: RunEvaluation) -> bool:
+    def is_comparable_to(self, other: RunEvaluation) -> bool:
         """Return whether both have the same queries and the same gallery."""
         return self._compared == other._compared
 
@@ -239,7 +239,7 @@ def _evaluated_images(
 ) -> tuple[Catalog, str, Catalog | None, list[str]]:
     """Return the images that the run was evaluated on; of other data, as `evaluate` does."""
     train: Catalog | None = None
-    with suppress(ValueError):  # one cannot train on them
+    with suppress(ValueError):  # these images may not be trainable
         rows = split_rows(catalog, record.recipe).rows
         train = catalog.subset(rows["train"])
     if train is not None and list(train.class_names) == embedder.class_names:

@@ -25,8 +25,8 @@ class RunProxies:
     """The proxies of a checkpoint.
 
     Attributes:
-        epoch: of the checkpoint.
-        names: of the classes.
+        epoch: epoch of the checkpoint.
+        names: names of the classes.
         weight: the proxies, [classes, K, dimensions].
     """
 
@@ -59,7 +59,7 @@ def read_proxies(record: RunRecord) -> RunProxies | None:
 
 @dataclass(frozen=True, eq=False)
 class ProxyUse:
-    """The number of proxies per class that are nearest to one of its training images or more.
+    """The number of proxies per class that are nearest to at least one of its training images.
 
     Attributes:
         images, classes: number of compared images, and of all classes.

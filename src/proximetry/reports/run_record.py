@@ -19,7 +19,7 @@ class RunRecord:
 
     Attributes:
         path: the folder.
-        folder: that folder, or the second stage in it, or until then the first.
+        folder: the folder itself, or its second stage if that exists, else its first.
         recipe: as the run was started.
         environment: versions, command, device.
         history: a line per epoch.

@@ -48,7 +48,7 @@ def headline(record: RunRecord, run: RunEvaluation | None) -> list[tuple[str, st
     if run is not None:
         scores, intervals, split = run.scores, run.intervals, run.split
     images, untrained = SPLITS.get(split, ""), {}
-    if run is None or run.agrees:
+    if run is None or run.matches_run:
         untrained = record.results.get("untrained", {}).get(split, {})
     else:
         images = f"{short(run.catalog.root.resolve().name)}, split {split}"
@@ -79,10 +79,10 @@ def metrics_section(record: RunRecord, run: RunEvaluation | None) -> ReportSecti
     for split, title in SPLITS.items():
         columns = {epoch: part[split] for epoch, part in compared.items() if split in part}
         if columns:
-            same = run is not None and run.agrees and run.split == split
+            same = run is not None and run.matches_run and run.split == split
             intervals = run.intervals if run and same else {}
             tables.append(_metrics_table(f"Metrics of the {title}", columns, intervals))
-    if run is not None and not run.agrees:
+    if run is not None and not run.matches_run:
         split = SPLITS.get(run.split, f"split {run.split}")
         caption = f"Metrics of the images of this report: {split}"
         columns = {"embedder of the run": run.scores}
@@ -101,15 +101,15 @@ def _metrics_table(
     caption: str, columns: Mapping[str, Mapping[str, Any]], intervals: Mapping[str, Interval]
 ) -> Table:
     """Return a table with a row per metric; intervals are those of the last column."""
-    every = list(columns.values())
-    names = metric_names(every)
-    parts = [("", names, every)]
+    all_scores = list(columns.values())
+    names = metric_names(all_scores)
+    parts = [("", names, all_scores)]
     main = [name for name in names if name in ("recall@1", "map@r")]
-    for dim in dict.fromkeys(d for scores in every for d in scores.get("dims", {})):
-        fewer = [scores.get("dims", {}).get(dim, {}) for scores in every]
-        parts.append((f", first {dim} dimensions", main, fewer))
+    for dim in dict.fromkeys(d for scores in all_scores for d in scores.get("dims", {})):
+        dim_scores = [scores.get("dims", {}).get(dim, {}) for scores in all_scores]
+        parts.append((f", first {dim} dimensions", main, dim_scores))
     for key, note in ((CODES, ", codes (Hamming)"), ("with_distractors", f" {WITH_DISTRACTORS}")):
-        inner = [scores.get(key, {}) for scores in every]
+        inner = [scores.get(key, {}) for scores in all_scores]
         parts.append((note, metric_names(inner), inner))
     rows = []
     for note, listed, scores in parts:
@@ -117,9 +117,9 @@ def _metrics_table(
             cells = [percent(one.get(name)) for one in scores]
             bounds = [interval(None if note else intervals.get(name))] * bool(intervals)
             rows.append([f"{metric_title(name)}{note}", *cells, *bounds])
-    queries = f"{format_int(int(every[-1]['queries']))} queries"
-    if every[-1].get("queries_without_positive"):
-        without = format_int(int(every[-1]["queries_without_positive"]))
+    queries = f"{format_int(int(all_scores[-1]['queries']))} queries"
+    if all_scores[-1].get("queries_without_positive"):
+        without = format_int(int(all_scores[-1]["queries_without_positive"]))
         queries += f"; {without} more have no other image of their class and do not count"
     head = ["metric", *columns, *["95 % interval"] * bool(intervals)]
     return f"{caption}: {queries}", head, rows
@@ -188,7 +188,7 @@ def image(run: RunEvaluation, row: int) -> dict[str, Any]:
 def neighbor_images(
     run: RunEvaluation, query: int, count: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return the nearest images of a query, with their similarity and whether they are right."""
+    """Return the nearest images of a query, with their similarity and whether they are correct."""
     lists = run.neighbors[query]
     columns = zip(lists.ids[0], lists.hits[0], lists.similarities[0], strict=True)
     return [
@@ -200,7 +200,7 @@ def neighbor_images(
 
 def queries_section(run: RunEvaluation) -> ReportSection:
     """Return the worst and the best queries with their neighbors."""
-    scores = run.evaluation.scores[run.ranking]
+    scores = run.evaluation.scores[run.ranking_metric]
 
     def rows(queries: Sequence[int]) -> list[dict[str, Any]]:
         return [
@@ -218,7 +218,7 @@ def queries_section(run: RunEvaluation) -> ReportSection:
         "Queries",
         "queries.html",
         measure="cosine" if similarity == "cosine" else f"negative {similarity} distance",
-        metric=metric_title(run.ranking),
+        metric=metric_title(run.ranking_metric),
         worst=rows(run.extremes(MAX_QUERIES, best=False)),
         best=rows(run.extremes(MAX_QUERIES // 2, best=True)),
     )
@@ -245,7 +245,7 @@ def classes_section(run: RunEvaluation) -> ReportSection:
     names = [str(label) for label in scored["label"]]
     queries = dict(zip(names, scored["queries"].tolist(), strict=True))
     pairs = confused_pairs(run)
-    first, ranking = next(iter(run.evaluation.scores)), run.ranking
+    first, ranking = next(iter(run.evaluation.scores)), run.ranking_metric
     metrics, title = list(dict.fromkeys([first, ranking])), metric_title(first)
     rows = [
         (names[i], queries[names[i]], [scored[name][i] for name in metrics])
@@ -317,19 +317,19 @@ def proxies_section(
     rows, charts, distinct = [], [], 0.0
     angles, epoch = last.get("proxies", {}), last.get("epoch")
     if proxies is not None:
-        separation, counts = separability(proxies.weight), distinct_proxies(proxies.weight)
+        separation, distinct_counts = separability(proxies.weight), distinct_proxies(proxies.weight)
         nearest, angles, epoch = separation.per_class, separation.scores(), proxies.epoch
-        distinct = counts.mean()
+        distinct = distinct_counts.mean()
         degrees = np.degrees(np.arccos(np.clip(nearest, -1, 1)))
         rows = [
             [short(proxies.names[i]), f"{nearest[i]:.3f}", f"{degrees[i]:.1f}°"]
             for i in np.argsort(-nearest, kind="stable")[:MAX_CLASSES]
         ]
-        titles = {"Distinct proxies": counts}
+        titles = {"Distinct proxies": distinct_counts}
         if use is not None:
             titles["Proxies that are nearest to a training image"] = use.nearest_proxies
-        for title, of_class in titles.items():
-            classes = np.bincount(of_class, minlength=proxies.per_class + 1)[1:]
+        for title, counts in titles.items():
+            classes = np.bincount(counts, minlength=proxies.per_class + 1)[1:]
             bars = {str(number): float(count) for number, count in enumerate(classes, 1)}
             charts.append(bar_chart(title, bars, x_label="proxies per class", y_label="classes"))
     return section(

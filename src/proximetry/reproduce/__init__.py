@@ -1,4 +1,4 @@
-"""Reproduce published tables: train every row and compare with the published figures.
+"""Reproduce published tables: train every row and compare with the published metrics.
 
 reproduce("mpa-table4", "~/cub", options=ReproduceOptions(seeds=(0, 1, 2)))
 

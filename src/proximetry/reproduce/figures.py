@@ -21,12 +21,12 @@ def figure_names(results: Results) -> dict[str, str]:
     if figure.kind == "sweep":
         return {"sweep.svg": f"recall@1 against {figure.label}"}
     names = {"epochs.svg": "recall@1 against epochs"}
-    if not why_no_seconds(results):
+    if not explain_missing_seconds(results):
         names["seconds.svg"] = "recall@1 against seconds of training"
     return names
 
 
-def why_no_seconds(results: Results) -> str:
+def explain_missing_seconds(results: Results) -> str:
     """Return why the seconds of the runs are not comparable, or an empty text."""
     parallel = max((record.parallel or 1 for record in results.runs), default=1)
     if parallel > 1:

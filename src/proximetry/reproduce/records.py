@@ -136,9 +136,9 @@ class Results:
 
     Attributes:
         runs_of: the runs that the table shows, by row; in each row by seed.
-        runs: all of them.
+        runs: the same, as one list.
         selection: the runs that selected an epoch, by row.
-        everything: all runs.
+        all_runs: these and the selection runs.
     """
 
     def __init__(self, table: Table, records: Iterable[Record]) -> None:
@@ -151,7 +151,7 @@ class Results:
         self.runs = [record for records in self.runs_of.values() for record in records]
         self.seeds = sorted({record.seed for record in self.runs})
         self.selection = {r.row: r for r in ordered if r.kind == "selection"}
-        self.everything = [*self.runs, *self.selection.values()]
+        self.all_runs = [*self.runs, *self.selection.values()]
 
     @classmethod
     def read(cls, table: Table, folder: Path) -> "Results":
@@ -165,7 +165,7 @@ class Results:
 
     def missing(self) -> list[str]:
         """Return the ids of the runs that are missing for a complete table of these seeds."""
-        existing = {record.id for record in self.everything}
+        existing = {record.id for record in self.all_runs}
         names = [run_id(row.slug, seed, "full") for seed in self.seeds for row in self.table.rows]
         names += [run_id(row.slug, 0, "selection") for row in self.selected()]
         return [name for name in names if name not in existing]

@@ -121,64 +121,64 @@ def reproduce(
         ReproduceError: invalid arguments or records.
         RunsFailedError: some runs failed; with their reasons.
     """
-    study = Table.load(table)
-    home = Path(out) / study.name
+    loaded = Table.load(table)
+    folder = Path(out) / loaded.name
     if options.render:
-        if not (home / RUNS).exists():
+        if not (folder / RUNS).exists():
             raise ReproduceError(
-                f"no results to render: {home}. Pass the parent of their folder as --out."
+                f"no results to render: {folder}. Pass the parent of their folder as --out."
             )
-        _write(study, home)
-        return home
+        _write(loaded, folder)
+        return folder
     if options.parallel < 1:
         raise ReproduceError(f"parallel must be at least 1, got {options.parallel}")
     device = resolve_device(options.device)
     on_gpu = device.type == "cuda"
-    runs = plan(study, options, on_gpu)
+    runs = plan(loaded, options, on_gpu)
     for name in dict.fromkeys(run.recipe.model.backbone for run in runs):
         check_name(name)
     names = dict.fromkeys(run.recipe.data.dataset for run in runs)
-    datasets = {name: _find_data(study, name, data) for name in names}
-    with _lock(home, report):
-        existing = _check_existing(study, home, options, on_gpu)
+    datasets = {name: _find_data(loaded, name, data) for name in names}
+    with _lock(folder, report):
+        existing = _check_existing(loaded, folder, options, on_gpu)
         if not options.keep_runs:
-            _remove_temporary_files(home, [run.id for run in runs if run.id in existing])
+            _remove_temporary_files(folder, [run.id for run in runs if run.id in existing])
         remaining = [run for run in runs if run.id not in existing]
         parallel, jobs = min(options.parallel, len(remaining)), []
         for run in remaining:
             root, _ = datasets[run.recipe.data.dataset]
             run = replace(run, recipe=run.recipe.override({"data.root": root}))
-            jobs.append(Job(run, home / "work", str(device), parallel))
+            jobs.append(Job(run, folder / "work", str(device), parallel))
             _check_interrupted(jobs[-1])
-        report(f"{study.name}: {len(runs)} runs, {len(runs) - len(remaining)} of them done already")
+        report(f"{loaded.name}: {len(runs)} runs, {len(runs) - len(remaining)} already complete")
 
         def finish(job: Job, code: int) -> str:
             catalog = datasets[job.run.recipe.data.dataset][1]
-            record = _make_record(study, options, catalog, job, code)
-            record.write(home)
+            record = _make_record(loaded, options, catalog, job, code)
+            record.write(folder)
             if not options.keep_runs:
-                _remove_temporary_files(home, [job.run.id])
-            return f"{outcome(study, record)}, {record.seconds:.0f} s"
+                _remove_temporary_files(folder, [job.run.id])
+            return f"{summarize(loaded, record)}, {record.seconds:.0f} s"
 
         try:
             try:
-                failures = _perform(jobs, parallel, start, finish, report)
+                failures = _run_jobs(jobs, parallel, start, finish, report)
             finally:
-                _write(study, home)
+                _write(loaded, folder)
         except KeyboardInterrupt:  # also while the page is written
             raise Interrupted(
-                f"stopped and saved: {len(read_records(home))} runs are done in {home}. Repeat the "
-                "command to resume"
+                f"stopped and saved; runs complete in {folder}: {len(read_records(folder))}. "
+                "Repeat the command to resume"
             ) from None
     if failures:
         raise RunsFailedError(
-            f"{len(failures)} of {len(jobs)} runs failed; the others are in {home}. Repeat the "
+            f"{len(failures)} of {len(jobs)} runs failed; the others are in {folder}. Repeat the "
             f"command to try again. {'; '.join(failures)}"
         )
-    return home
+    return folder
 
 
-def _perform(
+def _run_jobs(
     jobs: Sequence[Job],
     parallel: int,
     start: Callable[[Job], Child],
@@ -251,7 +251,7 @@ def _make_record(
     )
 
 
-def outcome(table: Table, record: Record) -> str:
+def summarize(table: Table, record: Record) -> str:
     """Summarize a run in a few words."""
     if record.selected_epoch is not None:
         return f"epoch {record.selected_epoch} selected on held-out classes"
@@ -322,15 +322,15 @@ def _find_data(table: Table, name: str, data: str | Path | None) -> tuple[str | 
 
 
 @contextmanager
-def _lock(home: Path, report: Report, timeout: float = LOCK_TIMEOUT) -> Iterator[None]:
+def _lock(folder: Path, report: Report, timeout: float = LOCK_TIMEOUT) -> Iterator[None]:
     """Lock a folder, waiting for up to ``timeout`` seconds."""
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        lock = acquire_lock(home / ".lock", timeout, report)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = acquire_lock(folder / ".lock", timeout, report)
     except TimeoutError as error:
-        raise ReproduceError(f"{home} is in use by {error}. Wait, or use another --out") from None
+        raise ReproduceError(f"{folder} is in use by {error}. Wait, or use another --out") from None
     except OSError as error:
-        raise ReproduceError(f"--out {home} is not writable: {error.strerror}") from error
+        raise ReproduceError(f"--out {folder} is not writable: {error.strerror}") from error
     try:
         yield
     finally:
@@ -339,13 +339,13 @@ def _lock(home: Path, report: Report, timeout: float = LOCK_TIMEOUT) -> Iterator
 
 
 def _check_existing(
-    table: Table, home: Path, options: ReproduceOptions, on_gpu: bool
+    table: Table, folder: Path, options: ReproduceOptions, on_gpu: bool
 ) -> dict[str, Record]:
     """Read existing runs; raise if their recipes differ from the requested ones."""
-    records = read_records(home, table)
+    records = read_records(folder, table)
     for name, record in records.items():
         run = make_run(table, table.row(record.row), record.seed, record.kind, options, on_gpu)
-        where, epochs = f"{home / RUNS}: {name}", record.recipe["training"]["epochs"]
+        where, epochs = f"{folder / RUNS}: {name}", record.recipe["training"]["epochs"]
         if record.epochs_overridden and run.recipe.training.epochs == AUTO:
             raise ReproduceError(
                 f"{where} was trained with --epochs {epochs}. Pass it, or use another --out."
@@ -369,16 +369,16 @@ def _check_interrupted(job: Job) -> None:
         folder.release()
 
 
-def _write(table: Table, home: Path) -> None:
+def _write(table: Table, folder: Path) -> None:
     """Write the page and the figures of the runs so far."""
-    results = Results.read(table, home)
-    draw(results, home)
-    atomic_write(home / "README.md", page(results).encode())
+    results = Results.read(table, folder)
+    draw(results, folder)
+    atomic_write(folder / "README.md", page(results).encode())
 
 
-def _remove_temporary_files(home: Path, names: Iterable[str]) -> None:
+def _remove_temporary_files(folder: Path, names: Iterable[str]) -> None:
     """Remove the temporary files of finished runs."""
-    work = home / "work"
+    work = folder / "work"
     for name in names:
         shutil.rmtree(work / name, ignore_errors=True)
         for suffix in ("yaml", "log"):

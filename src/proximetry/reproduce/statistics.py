@@ -42,11 +42,11 @@ class Sample:
 
 
 def sample(
-    records: Iterable[Record], metric: str, epoch: int | None = None, **of: Any
+    records: Iterable[Record], metric: str, epoch: int | None = None, **selection: Any
 ) -> Sample | None:
     """Return a metric over runs, with the arguments of `Record.metrics`; None if no run has it."""
     scale = 1 if metric.endswith("_angle") else 100
-    scores = [record.metrics(epoch, **of) for record in records]
+    scores = [record.metrics(epoch, **selection) for record in records]
     values = tuple(scale * metrics[metric] for metrics in scores if metric in metrics)
     return Sample(values) if values else None
 

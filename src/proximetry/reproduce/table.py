@@ -70,7 +70,7 @@ class Published(Section):
     """The published setting.
 
     Attributes:
-        protocol: how the epoch was selected, and the number of runs per figure.
+        protocol: how the epoch was selected, and the number of runs per published value.
         epochs: default: those of the table.
     """
 
@@ -132,7 +132,7 @@ class Table(Section):
     """A published table, or a search for a better recipe.
 
     Attributes:
-        name: of the folder of results; default: of the file.
+        name: name of the results folder; default: the file's stem.
         source: paper, and its table or figure.
         protocol: "last" trains on all training classes and evaluates the test set at the last
             epoch; "held_out" evaluates held-out training classes and never the test set.

@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from proximetry._util.formatting import format_int
 from proximetry.data import list_datasets
 from proximetry.recipe.schema import DataConfig, Recipe
-from proximetry.reproduce.figures import curve, figure_names, why_no_seconds
+from proximetry.reproduce.figures import curve, explain_missing_seconds, figure_names
 from proximetry.reproduce.plan import command_for
 from proximetry.reproduce.records import Record, Results
 from proximetry.reproduce.statistics import compare_claim, sample
@@ -47,7 +47,7 @@ def grid(columns: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
     return "\n".join([line(names), "|" + "---|" * len(names), *map(line, lines)])
 
 
-def _values(values: Iterable[Any], missing: str = "the network's own") -> str:
+def _values(values: Iterable[Any], missing: str = "the network's default") -> str:
     """Return the distinct values, separated by commas; ``missing`` stands for None."""
     texts = (
         missing if value is None else f"{value:g}" if isinstance(value, float) else str(value)
@@ -76,7 +76,7 @@ def _render(template: str, results: Results, **values: Any) -> str:
             "angles": any(metric.endswith("_angle") for metric in table.metrics),
             "selection": selection,
             "distractors": any("with_distractors" in line.get("held_out", {}) for line in lines),
-            "no_seconds": why_no_seconds(results),
+            "no_seconds": explain_missing_seconds(results),
             "claim_results": claims,
             "tested": sum(len(result.seeds) > 1 for _, result in claims),
             "during_training": curves and _during_training(results),
@@ -88,7 +88,7 @@ def _render(template: str, results: Results, **values: Any) -> str:
 
 
 def _columns(results: Results) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the arguments of `sample` by heading: a metric, and of which embedding."""
+    """Return the arguments of `sample` by heading: a metric, and the part of the embedding."""
     metrics, first = results.table.metrics, results.table.metrics[0]
     views = dict.fromkeys(view for record in results.runs for view in record.views or ())
     return {
@@ -106,7 +106,7 @@ def _metrics(results: Results) -> str:
         runs, selection = results.runs_of[row.name], results.selection.get(row.name)
 
         def cells(epoch: int | None = None, runs: list[Record] = runs) -> list[object]:
-            return [sample(runs, metric, epoch, **of) for metric, of in columns.values()]
+            return [sample(runs, name, epoch, **arguments) for name, arguments in columns.values()]
 
         seeds = f"last epoch, seed{'s' * (len(runs) > 1)} {', '.join(str(r.seed) for r in runs)}"
         groups: list[list[object]] = [[f"ours, {seeds if runs else 'not run'}", *cells()]]
@@ -138,7 +138,7 @@ def _ranking(results: Results) -> str:
         runs = results.runs_of[row.name]
         if not runs:
             continue
-        samples = [sample(runs, metric, **of) for metric, of in columns.values()]
+        samples = [sample(runs, metric, **arguments) for metric, arguments in columns.values()]
         texts = [None if values is None else f"{values.mean:.2f}" for values in samples]
         changes = ", ".join(f"{key} {value}" for key, value in row.changes.items())
         cells: list[object] = [row.name, *texts, len(runs), _mean_seconds(runs), changes or "none"]
@@ -163,7 +163,7 @@ def _convergence(results: Results) -> dict[str, Any]:
     final = [sample(runs, "recall@1") for runs in results.runs_of.values()]
     target = _CONVERGED * max((s.mean for s in final if s is not None), default=0.0)
     keys = {"epoch": "epochs"}
-    if not why_no_seconds(results):
+    if not explain_missing_seconds(results):
         keys["seconds"] = "seconds of training"
 
     def reached(runs: list[Record], key: str) -> str | None:
@@ -178,8 +178,8 @@ def _convergence(results: Results) -> dict[str, Any]:
 
 def _training_settings(results: Results) -> dict[str, Any]:
     """Return data, network, epochs, versions and command of the runs."""
-    table, runs, everything = results.table, results.runs, results.everything
-    first, environments = runs[0], [record.environment for record in everything]
+    table, runs, all_runs = results.table, results.runs, results.all_runs
+    first, environments = runs[0], [record.environment for record in all_runs]
     trained = [record.recipe["training"]["epochs"] for record in runs]
     rows = [table.epochs(table.row(record.row)) for record in runs]
     planned = [n if isinstance(n, int) else actual for actual, n in zip(trained, rows, strict=True)]
@@ -193,10 +193,10 @@ def _training_settings(results: Results) -> dict[str, Any]:
         for e in environments
         if e["git"]
     }
-    notes = list(dict.fromkeys(n.rstrip(".") for record in everything for n in record.notes))
+    notes = list(dict.fromkeys(n.rstrip(".") for record in all_runs for n in record.notes))
     return {
-        "of": lambda section, key: _values(record.recipe[section][key] for record in runs),
-        "datasets": dict.fromkeys(map(_dataset, everything)),
+        "setting": lambda section, key: _values(record.recipe[section][key] for record in runs),
+        "datasets": dict.fromkeys(map(_dataset, all_runs)),
         "notes": notes[:_MAX_NOTES],
         "more_notes": len(notes) - _MAX_NOTES,
         "dimensions": _values(map(_dimensions, runs)),
@@ -205,7 +205,7 @@ def _training_settings(results: Results) -> dict[str, Any]:
         "scaled": trained != planned,
         "dates": sorted(e["started"][:10] for e in environments),
         "environments": environments,
-        "gpu": any(record.device != "CPU" for record in everything),
+        "gpu": any(record.device != "CPU" for record in all_runs),
         "commits": sorted(commits),
         "command": command_for(
             table,

@@ -35,7 +35,7 @@ _MAX_PAIRS = 10_000_000
 _NEIGHBORS = 32  # first k for each image of a large gallery
 _SAMPLE_SIZE = 50  # images that the default threshold is measured with
 _MISSED_COPIES = 0.1  # share of altered copies that may be less similar than the threshold
-_DEVIATIONS = 2.0  # robust standard deviations below the median of an unusually near neighbor
+_DEVIATIONS = 2.0  # threshold: this many robust standard deviations below the median log distance
 _DECODED_SIDE = 512  # images are decoded at up to twice this size, which is enough for networks
 _DEFAULT_THRESHOLD = 0.99
 
@@ -141,18 +141,18 @@ def _compare_neighbors(
     done, total, allowed = 0, len(snapshot), snapshot.select({})
     max_k = min(total, snapshot.max_k)
     for positions, vectors in snapshot.blocks():
-        waiting, k = np.arange(len(positions)), _NEIGHBORS
-        while len(waiting):
+        pending, k = np.arange(len(positions)), _NEIGHBORS
+        while len(pending):
             k = min(k, max_k)
-            hits = snapshot.search(vectors[waiting], k, allowed)
+            hits = snapshot.search(vectors[pending], k, allowed)
             full = (hits.scores[:, -1] >= min_score) & (k < max_k)
-            queries = np.broadcast_to(positions[waiting, None], hits.positions.shape)
+            queries = np.broadcast_to(positions[pending, None], hits.positions.shape)
             near = (hits.scores >= min_score) & (hits.positions >= 0) & (hits.positions != queries)
             near[full] = False
             pairs.append(np.sort(np.stack([queries[near], hits.positions[near]], 1), 1))
             scores.append(hits.scores[near])
             _check_count(sum(map(len, scores)) // 2)
-            waiting, k = waiting[full], 4 * k
+            pending, k = pending[full], 4 * k
         done += len(positions)
         progress(done, total)
     unique, first = np.unique(np.concatenate(pairs), axis=0, return_index=True)
@@ -216,18 +216,18 @@ def _measure_threshold(
     vectors = load_embedder().encode(copies, progress=lambda done: progress(done, len(copies)))
     queries = prepare_vectors(vectors.numpy(), snapshot.manifest)
     scores = snapshot.scores(queries, np.array(originals)[:, None])
-    of_copies, of_others = float(np.quantile(scores, _MISSED_COPIES)), -np.inf
+    copy_score, neighbor_score = float(np.quantile(scores, _MISSED_COPIES)), -np.inf
     best = 1.0 if cosine else 0.0
     if len(positions) > 1:
         nearest = snapshot.search(snapshot.vectors(positions), 2, allowed).scores[:, -1]
-        of_others = best - _unusual_distance(best - nearest)
-    values = np.array([max(of_copies, of_others), of_copies, of_others])
+        neighbor_score = best - _unusual_distance(best - nearest)
+    values = np.array([max(copy_score, neighbor_score), copy_score, neighbor_score])
     values = np.minimum(values, 1.0) if cosine else np.sqrt(-values)
-    threshold, of_copies, of_others = values.tolist()
+    threshold, copy_score, neighbor_score = values.tolist()
     return threshold, (
         f"{'cosine' if cosine else 'distance'} {threshold:.4f}, measured on "
-        f"{len({*originals})} images: 90 % of altered copies reach {of_copies:.4f}, few different "
-        f"images reach {of_others:.4f}"
+        f"{len({*originals})} images: 90 % of altered copies reach {copy_score:.4f}, few different "
+        f"images reach {neighbor_score:.4f}"
     )
 
 

@@ -119,36 +119,36 @@ class Gallery:
             progress: called with (done, total) while images are embedded and indexed.
             report: called with messages, such as the index.
         """
-        new = NewImages(
+        new_images = NewImages(
             images, embedder.dim, labels, vectors, bad_images, batch_size, progress, report
         )
         if is_milvus(path):
             from proximetry.search.milvus import MilvusGallery
 
-            return MilvusGallery.create(embedder, new, path, index)
+            return MilvusGallery.create(embedder, new_images, path, index)
         folder = Path(path)
         if index == "auto" and embedder.bits is not None:
             index = indexes.BINARY
         check_new_folder(folder)
-        indexes.check(index, embedder.dim, len(new.table))
+        indexes.check(index, embedder.dim, len(new_images.table))
         with name_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with write_lock(folder, new.report):
+        with write_lock(folder, new_images.report):
             check_new_folder(folder)  # another process may have built it meanwhile
             fingerprint = embedder.fingerprint()
             embedder.save(folder / EMBEDDER)
             manifest = Manifest(fingerprint, embedder.architecture.similarity, embedder.dim, index)
-            new.embed(embedder, fingerprint, folder, required=True)
-            segment = new.write(folder, manifest)
+            new_images.embed(embedder, fingerprint, folder, required=True)
+            segment = new_images.write(folder, manifest)
             prefix = "auto → " if index == "auto" else ""
-            new.report(indexes.describe(segment.index, segment.rows, segment.recall, prefix))
+            new_images.report(indexes.describe(segment.index, segment.rows, segment.recall, prefix))
             manifest = dataclasses.replace(manifest, next_id=segment.rows, segments=(segment,))
             write_manifest(folder, manifest)
             # No other process has staged vectors before the manifest exists.
             shutil.rmtree(folder / STAGING, ignore_errors=True)
             remove_stale_files(folder, manifest)
             built = cls(folder, str(folder), Snapshot(folder, manifest))
-            built._embedder, built.skipped = embedder, new.skipped
+            built._embedder, built.skipped = embedder, new_images.skipped
             return built
 
     @classmethod
@@ -314,27 +314,29 @@ class Gallery:
         With `replace`, images that are already in the gallery are embedded again, under new ids;
         files without `labels` keep their metadata. By default such images raise UsageError.
         """
-        new = NewImages(images, self.dim, labels, vectors, bad_images, batch_size, progress, report)
+        new_images = NewImages(
+            images, self.dim, labels, vectors, bad_images, batch_size, progress, report
+        )
         snapshot = self._read_snapshot()
         self._check_not_rebuilt(snapshot)
-        if replace and new.only_files:
-            new.table = _with_stored_columns(snapshot, new.table)
+        if replace and new_images.only_files:
+            new_images.table = _with_stored_columns(snapshot, new_images.table)
         if isinstance(snapshot, Snapshot):  # on Milvus a column may have values of any type
-            metadata.concat([snapshot.table, new.table])
+            metadata.concat([snapshot.table, new_images.table])
         if not replace:
-            self._check_new(snapshot, new.table)
-        if not new.embedded:
-            new.embed(self.embedder, snapshot.manifest.embedder, self.path)
-        self.skipped = new.skipped
-        if not len(new.table):
+            self._check_new(snapshot, new_images.table)
+        if not new_images.embedded:
+            new_images.embed(self.embedder, snapshot.manifest.embedder, self.path)
+        self.skipped = new_images.skipped
+        if not len(new_images.table):
             return np.arange(0)
-        unlabeled = 0 if replace or new.has_labels else new.table["label"].null_count
+        unlabeled = 0 if replace or new_images.has_labels else new_images.table["label"].null_count
         if unlabeled and isinstance(snapshot, Snapshot) and snapshot.count_labels():
-            new.warn(
+            new_images.warn(
                 f"{pluralize(unlabeled, 'new image')} without a class in the gallery {self.name}, "
                 "which has classes. Pass labels=, a class folder or a table."
             )
-        return self._write(new, replace=replace)
+        return self._write(new_images, replace=replace)
 
     def _check_not_rebuilt(self, snapshot: AnySnapshot) -> None:
         if snapshot.manifest.embedder != self._snapshot.manifest.embedder:
@@ -350,40 +352,40 @@ class Gallery:
                 "Pass replace=True to embed them again."
             )
 
-    def _write(self, new: NewImages, *, replace: bool) -> IntArray:
-        with write_lock(self.path, new.report):
-            snapshot = self._read_to_change()
-            metadata.concat([snapshot.table, new.table])  # raises if types of columns differ
+    def _write(self, new_images: NewImages, *, replace: bool) -> IntArray:
+        with write_lock(self.path, new_images.report):
+            snapshot = self._open_for_writing()
+            metadata.concat([snapshot.table, new_images.table])  # raises if types of columns differ
             manifest = snapshot.manifest
             if not replace:
-                self._check_new(snapshot, new.table)
-            elif old := snapshot.find_paths(new.table):
-                manifest = snapshot.without(snapshot.ids(np.array(sorted(old.values()))))
-            segment = new.write(self.path, manifest)
+                self._check_new(snapshot, new_images.table)
+            elif old := snapshot.find_paths(new_images.table):
+                manifest = snapshot.mark_deleted(snapshot.ids(np.array(sorted(old.values()))))
+            segment = new_images.write(self.path, manifest)
             first, end = manifest.next_id, manifest.next_id + segment.rows
             segments = (*manifest.segments, segment)
             manifest = dataclasses.replace(manifest, next_id=end, segments=segments)
             self._commit(merge_small_segments(self.path, manifest))
             if segment.index:
-                new.report(indexes.describe(segment.index, segment.rows, segment.recall))
-            new.discard()
+                new_images.report(indexes.describe(segment.index, segment.rows, segment.recall))
+            new_images.discard()
             return np.arange(first, end)
 
     def remove(self, ids: Sequence[int] | IntArray, *, report: Report | None = None) -> None:
         """Remove images by their ids; `ids(where)` returns them."""
         with write_lock(self.path, report or ignore):
-            snapshot = self._read_to_change()
-            self._commit(snapshot.without(snapshot.ids(self._positions(snapshot, ids))))
+            snapshot = self._open_for_writing()
+            self._commit(snapshot.mark_deleted(snapshot.ids(self._positions(snapshot, ids))))
 
-    def _read_to_change(self) -> Snapshot:
-        """Return the current version, under the lock, after checking what a change depends on."""
+    def _open_for_writing(self) -> Snapshot:
+        """Open the current version, validate embedder and metadata files; requires the lock."""
         snapshot = Snapshot.open(self.path)
         self._check_not_rebuilt(snapshot)
         snapshot.check_tables()
         return snapshot
 
     def compact(self, *, progress: Progress | None = None, report: Report | None = None) -> None:
-        """Rewrite everything as one segment, without removed rows, and index it."""
+        """Rewrite all images as one segment, without removed rows, and index it."""
         report = report or ignore
         with write_lock(self.path, report):
             snapshot = Snapshot.open(self.path)
@@ -401,7 +403,7 @@ class Gallery:
         return total - count > max(1000, total // 4) or (large and scanned > total // 4)
 
     def _commit(self, manifest: Manifest) -> None:
-        """Commit a change, under the lock."""
+        """Commit a change; requires the lock."""
         manifest = retire(read_manifest(self.path), manifest)
         write_manifest(self.path, manifest)
         self._snapshot = Snapshot(self.path, manifest)

@@ -26,7 +26,7 @@ from proximetry.metrics.reranking import binary_codes, candidates
 from proximetry.models.constants import Similarity
 
 EXACT, BINARY = "Flat", "BFlat"
-MAX_FLAT_ROWS = 100_000  # which are scanned in some tens of milliseconds on two cores
+MAX_FLAT_ROWS = 100_000  # scanned in tens of ms on two cores
 MAX_GRAPH_ROWS = 2_000_000  # beyond, a graph takes over 5 GB at 512 dimensions, and hours
 MIN_INDEXED_ROWS = 10_000  # fewer rows are scanned faster than an index is set up
 RECALL = 0.98  # recall@10 that the search effort of a new index is raised to
@@ -43,7 +43,7 @@ _SUPPORTED = re.compile(
 
 @cache
 def load_faiss() -> Any:
-    """Import faiss so that its waiting threads sleep.
+    """Import faiss with passive OpenMP waiting.
 
     faiss and torch have an OpenMP runtime each, whose busy-waiting threads would block each other.
     """
@@ -59,22 +59,22 @@ def load_faiss() -> Any:
 def resolve(index: str, count: int) -> str:
     """Return the index to build for this number of rows, "" for an exact scan."""
     if index == "auto":
-        graph = "HNSW32" if count <= MAX_GRAPH_ROWS else f"IVF{_lists(count)},SQ8"
+        graph = "HNSW32" if count <= MAX_GRAPH_ROWS else f"IVF{_choose_nlist(count)},SQ8"
         index = EXACT if count <= MAX_FLAT_ROWS else graph
-    if index == EXACT or count < max(MIN_INDEXED_ROWS, _training(index)):
+    if index == EXACT or count < max(MIN_INDEXED_ROWS, _min_training_vectors(index)):
         return ""
     return index
 
 
-def _lists(count: int) -> int:
+def _choose_nlist(count: int) -> int:
     """Return nlist for a number of rows: a power of two near 4 √n."""
     return int(2 ** round(np.log2(4 * np.sqrt(count))))
 
 
-def _training(index: str) -> int:
+def _min_training_vectors(index: str) -> int:
     """Return the minimum number of vectors to train an index."""
-    lists = re.search(r"IVF(\d+)", index)
-    return max(int(lists[1]) if lists else 0, 256 if "PQ" in index else 0)
+    ivf = re.search(r"IVF(\d+)", index)
+    return max(int(ivf[1]) if ivf else 0, 256 if "PQ" in index else 0)
 
 
 def check(index: str, dim: int, count: int) -> None:
@@ -94,10 +94,10 @@ def check(index: str, dim: int, count: int) -> None:
         raise UsageError(
             f"index {index} does not support {dim} dimensions: {_reason(error)}"
         ) from error
-    if count < _training(index):
+    if count < _min_training_vectors(index):
         raise UsageError(
-            f"index {index} needs at least {_training(index)} images for training, got {count}. "
-            "Use auto."
+            f"index {index} needs at least {_min_training_vectors(index)} images for training, got "
+            f"{count}. Use auto."
         )
 
 
@@ -124,7 +124,7 @@ def build(
     faiss = load_faiss()
     built, binary = _make(index, vectors.shape[1], similarity), index == BINARY
     if not built.is_trained:
-        sample, points = vectors, _POINTS_PER_LIST * max(_training(index), 1024)
+        sample, points = vectors, _POINTS_PER_LIST * max(_min_training_vectors(index), 1024)
         if len(vectors) > points:
             sample_rows = np.random.default_rng(0).choice(len(vectors), points, replace=False)
             sample = vectors[np.sort(sample_rows)]
@@ -178,28 +178,28 @@ class Index:
         If only a share of all rows is allowed, n grows so that about twice `count(k)` of the
         returned rows are allowed if these are spread evenly.
         """
-        wider = 2 / share if share < 1 else 1.0
-        count = min(math.ceil(self.count(k) * wider), self._index.ntotal)
+        oversampling = 2 / share if share < 1 else 1.0
+        count = min(math.ceil(self.count(k) * oversampling), self._index.ntotal)
         points = binary_codes(queries) if self._binary else queries
         faiss, single = load_faiss(), "HNSW" in self.kind and len(queries) == 1
-        threads = faiss.omp_get_max_threads()
+        threads, parameters = faiss.omp_get_max_threads(), self._parameters(count, oversampling)
         if single:  # waking other threads takes longer than one graph search
             faiss.omp_set_num_threads(1)
         try:
-            _, rows = self._index.search(points, count, params=self._parameters(count, wider))
+            _, rows = self._index.search(points, count, params=parameters)
         finally:
             if single:
                 faiss.omp_set_num_threads(threads)
         return np.asarray(rows)
 
-    def _parameters(self, count: int, wider: float) -> Any:
+    def _parameters(self, count: int, oversampling: float) -> Any:
         faiss = load_faiss()
         index, transformed = self._index, isinstance(self._index, faiss.IndexPreTransform)
         if transformed:
             index = faiss.downcast_index(index.index)
         if isinstance(index, faiss.IndexIVF):
-            lists = math.ceil(probes(index.nlist) * self.effort * wider)
-            inner = faiss.SearchParametersIVF(nprobe=min(lists, index.nlist))
+            nprobe = math.ceil(choose_nprobe(index.nlist) * self.effort * oversampling)
+            inner = faiss.SearchParametersIVF(nprobe=min(nprobe, index.nlist))
         elif isinstance(index, faiss.IndexHNSW):
             inner = faiss.SearchParametersHNSW(efSearch=max(EF_SEARCH * self.effort, 2 * count))
         else:
@@ -207,9 +207,9 @@ class Index:
         return faiss.SearchParametersPreTransform(index_params=inner) if transformed else inner
 
 
-def probes(lists: int) -> int:
+def choose_nprobe(nlist: int) -> int:
     """Return nprobe: nlist / 8, from 16 to 256."""
-    return max(min(lists, 16), min(lists // 8, 256))
+    return max(min(nlist, 16), min(nlist // 8, 256))
 
 
 def describe(index: str, count: int, recall: float | None = None, prefix: str = "") -> str:

@@ -132,7 +132,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         if not folder.exists():
             raise UsageError(f"no gallery {folder}. `proximetry index` builds one.")
-        from proximetry.models.storage import DESCRIPTION, find_embedder  # which imports torch
+        from proximetry.models.storage import DESCRIPTION, find_embedder  # imports torch
 
         reason = f"it has no {MANIFEST}"
         if (folder / LOCK).exists():
@@ -177,7 +177,7 @@ def _parse(values: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def read_digest(path: Path) -> FileInfo:
+def read_file_info(path: Path) -> FileInfo:
     """Return size and checksum of a file."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()

@@ -361,8 +361,8 @@ class Collection:
         if self.kind == "HNSW":
             effort = {"ef": max(indexes.EF_SEARCH, 2 * count)}
         elif self.kind.startswith("IVF"):
-            lists = choose_index(self.manifest.index, 0)[1]["nlist"]
-            effort = {"nprobe": indexes.probes(lists)}
+            nlist = choose_index(self.manifest.index, 0)[1]["nlist"]
+            effort = {"nprobe": indexes.choose_nprobe(nlist)}
         parts = [Hits(np.empty((0, k), np.int64), np.empty((0, k)))]
         for part in chunks(len(queries), max(1, _MAX_NUMBERS // (count * self.manifest.dim))):
             lists = self.client.search(
@@ -391,21 +391,21 @@ class Collection:
         paths, ids = table["path"].to_pylist(), self.positions(ids_of(table)).tolist()
         return {path: number for path, number in zip(paths, ids, strict=True) if number >= 0}
 
-    def write(self, new: NewImages) -> IntArray:
+    def write(self, new_images: NewImages) -> IntArray:
         """Add or replace rows, and return their ids."""
-        missing = [name for name in new.table.column_names if name not in self.columns]
+        missing = [name for name in new_images.table.column_names if name not in self.columns]
         if missing:
             keys = {f"{_COLUMN}{_store(name)}": "1" for name in missing}
             self.client.alter_collection_properties(self.name, keys)
             self.columns += missing
-        ids, done = ids_of(new.table), 0
-        for block in new.blocks(self.manifest):
+        ids, done = ids_of(new_images.table), 0
+        for block in new_images.blocks(self.manifest):
             for part in chunks(len(block), self._batch):
                 vectors = block[part]
-                table = new.table.slice(done, len(vectors))
+                table = new_images.table.slice(done, len(vectors))
                 self.client.upsert(self.name, _records(table, vectors))
                 done += len(vectors)
-                new.progress(done, len(ids))
+                new_images.progress(done, len(ids))
         return ids
 
 
@@ -431,11 +431,11 @@ class MilvusGallery(Gallery):
 
     @classmethod
     def create(
-        cls, embedder: Embedder, new: NewImages, path: str | os.PathLike[str], index: str
+        cls, embedder: Embedder, new_images: NewImages, path: str | os.PathLike[str], index: str
     ) -> MilvusGallery:
         """See `Gallery.build`."""
         client = _Client(Address.parse(path))
-        kind, settings = choose_index(index, len(new.table))
+        kind, settings = choose_index(index, len(new_images.table))
         address, fingerprint = client.address, embedder.fingerprint()
         if client.has_collection(address.collection):
             raise UsageError(
@@ -444,15 +444,16 @@ class MilvusGallery(Gallery):
         folder = address.folder
         with name_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with write_lock(folder, new.report):
-            new.embed(embedder, fingerprint, folder, required=True)
+        with write_lock(folder, new_images.report):
+            new_images.embed(embedder, fingerprint, folder, required=True)
             manifest = Manifest(fingerprint, embedder.architecture.similarity, embedder.dim, index)
             collection = Collection.create(client, manifest, kind, settings)
             built = cls(folder, str(address), collection)
-            built._embedder, built.skipped = embedder, new.skipped
-            new.report(indexes.describe(built._indexes()[0], len(new.table), prefix="Milvus "))
+            built._embedder, built.skipped = embedder, new_images.skipped
+            message = indexes.describe(built._indexes()[0], len(new_images.table), prefix="Milvus ")
+            new_images.report(message)
             try:
-                collection.write(new)
+                collection.write(new_images)
                 client.rename_collection(collection.name, address.collection)
             except BaseException:
                 with suppress(ValueError):
@@ -486,11 +487,11 @@ class MilvusGallery(Gallery):
             )
         return self._embedder
 
-    def _write(self, new: NewImages, *, replace: bool) -> IntArray:
+    def _write(self, new_images: NewImages, *, replace: bool) -> IntArray:
         collection = self._read_snapshot()
         self._check_not_rebuilt(collection)
-        ids = collection.write(new)
-        new.discard()
+        ids = collection.write(new_images)
+        new_images.discard()
         self._snapshot = collection
         return ids
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -39,7 +40,7 @@ from proximetry.search.manifest import (
     Report,
     SegmentInfo,
     ignore,
-    read_digest,
+    read_file_info,
 )
 from proximetry.search.segment import BLOCK, prepare_vectors, write_segment
 
@@ -115,8 +116,8 @@ class NewImages:
         self._rows = np.full(len(self.table), -1, np.int64)
         self.embedded = vectors is not None
         if self.embedded:
-            everything = np.arange(len(self.table))
-            self._append(everything, as_vectors(vectors, len(self.table), dim), None)
+            all_images = np.arange(len(self.table))
+            self._append(all_images, as_vectors(vectors, len(self.table), dim), None)
 
     def embed(
         self, embedder: Embedder, fingerprint: str, gallery: Path, *, required: bool = False
@@ -130,17 +131,17 @@ class NewImages:
         paths = metadata.values(self.table["path"])
         folder = gallery / STAGING / fingerprint[:32]
         self._stamps = [stamp_of(path) for path in paths]
-        waiting = self._reuse(folder)
+        pending = self._reuse(folder)
         # A single chunk is not staged: there is nothing to resume.
-        staged = folder if sum(map(len, waiting)) > CHUNK else None
-        if _idle_workers and staged:
-            parts = [[paths[image] for image in part] for part in waiting]
+        staged = folder if sum(map(len, pending)) > CHUNK else None
+        if _workers_waiting.is_set() and staged:
+            parts = [[paths[image] for image in part] for part in pending]
             job = _Job(parts, folder, fingerprint, self._batch_size)
             _broadcast(job)
             job.run(embedder, self.progress)
-            waiting = self._reuse(folder)  # unreadable images still wait
-        done = len(paths) - sum(map(len, waiting))
-        for images in waiting:
+            pending = self._reuse(folder)  # unreadable images are still pending
+        done = len(paths) - sum(map(len, pending))
+        for images in pending:
             unreadable: dict[int, Exception] = {}
             try:
                 vectors = embedder.encode(
@@ -149,7 +150,7 @@ class NewImages:
                     progress=lambda count, done=done: self.progress(done + count, len(paths)),  # type: ignore[misc]
                     on_error=None if self._bad_images == "error" else unreadable.__setitem__,
                 ).numpy()
-            except ValueError as error:  # which names the index; its cause names the file
+            except ValueError as error:  # the error gives the index, its cause the file
                 if not isinstance(error.__cause__, ValueError):
                     raise
                 raise error.__cause__ from None
@@ -269,12 +270,12 @@ class _Job(NamedTuple):
         dist.barrier()
 
 
-_idle_workers: list[str] = []  # not empty while the other ranks wait for a job
+_workers_waiting = Event()  # set while the other ranks wait for a job
 
 
 def _broadcast(job: _Job | None) -> _Job | None:
     """Send a job from rank 0 to all ranks; None if there is nothing to embed."""
-    _idle_workers.clear()
+    _workers_waiting.clear()
     objects: list[Any] = [job]
     dist.broadcast_object_list(objects, src=0)
     received: _Job | None = objects[0]
@@ -284,11 +285,11 @@ def _broadcast(job: _Job | None) -> _Job | None:
 @contextmanager
 def distributed_workers() -> Iterator[None]:
     """Share the embedding of images with the other ranks, which call `worker_loop`."""
-    _idle_workers.append("all")
+    _workers_waiting.set()
     try:
         yield
     finally:
-        if _idle_workers:
+        if _workers_waiting.is_set():
             _broadcast(None)
 
 
@@ -333,7 +334,7 @@ def _write(folder: Path, vectors: FloatArray, stamps: Sequence[Stamp | None]) ->
 
 def _load(file: Path) -> tuple[list[bytes], FloatArray]:
     """Return the images of a chunk and their vectors; raises ValueError for a damaged one."""
-    if read_digest(file).sha256 != file.stem:
+    if read_file_info(file).sha256 != file.stem:
         raise ValueError(f"{file} is damaged")
     table = metadata.read(file)
     vectors = table["vector"].combine_chunks().flatten().to_numpy().reshape(len(table), -1)

@@ -28,7 +28,7 @@ from proximetry.search.manifest import (
     FileInfo,
     Manifest,
     SegmentInfo,
-    read_digest,
+    read_file_info,
 )
 
 BLOCK = 65_536  # vectors written at a time
@@ -97,7 +97,7 @@ def _flush(file: Path) -> FileInfo:
     """Flush a new file to disk, and return its size and checksum."""
     with file.open("rb+") as stream:
         os.fsync(stream.fileno())
-    return read_digest(file)
+    return read_file_info(file)
 
 
 def _calibrate(index: indexes.Index, store: Store, part: Part) -> tuple[int, float]:
@@ -148,7 +148,7 @@ def check_file(file: Path, info: FileInfo, *, digest: bool = True) -> None:
     size = file.stat().st_size
     if size != info.bytes:
         raise DamagedGalleryError(file, f"it has {size} bytes, not {info.bytes}")
-    if digest and read_digest(file) != info:
+    if digest and read_file_info(file) != info:
         raise DamagedGalleryError(file, "its checksum differs from the manifest")
 
 

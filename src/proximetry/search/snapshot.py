@@ -29,10 +29,10 @@ from proximetry.search.segment import (
 
 MAX_SCAN_ENTRIES = 1 << 24
 """Rows × dimensions up to which the rows that a filter allows are scanned: 10 ms per query."""
-MIN_LIST_SHARE = 64
-"""Rows are scanned if (allowed rows)² is less than this × k × rows: an index is not faster."""
+SCAN_FACTOR = 64
+"""Scan if (allowed rows)² < SCAN_FACTOR × k × rows; an index is not faster there."""
 MAX_MERGED_ROWS = 65_536  # of small segments: they are written in a second
-_MIN_NEIGHBORS = 10  # neighbors that show whether the rows around a query are allowed
+_MIN_FILTERED_K = 10  # of a search in an index, to estimate the allowed share near a query
 _MAX_GATHERED = 0.5  # share of a segment up to which allowed rows are gathered, else masked
 
 
@@ -189,7 +189,7 @@ class Snapshot:
             elif count < total:
                 part = part._replace(allowed=mask)
             few = count < total and count * self.manifest.dim <= MAX_SCAN_ENTRIES
-            if segment.index is None or few or count**2 < MIN_LIST_SHARE * k * total:
+            if segment.index is None or few or count**2 < SCAN_FACTOR * k * total:
                 scanned.append(part)
             else:
                 hits.append(self._search_index(segment.index, part, mask, queries, k))
@@ -206,15 +206,16 @@ class Snapshot:
         candidates: the index would return too few.
         """
         count = int(np.count_nonzero(mask))
-        share, n = count / len(mask), k if count == len(mask) else max(k, _MIN_NEIGHBORS)
+        share, n = count / len(mask), k if count == len(mask) else max(k, _MIN_FILTERED_K)
         rows = index.candidates(queries, n, share)
         matches = (rows >= 0) & mask[rows]
-        short = matches.sum(1) < min(index.count(n), count)
-        short |= matches[:, : math.ceil(2 * n / share)].sum(1) < min(n, count)
-        rows = -np.sort(np.where(matches, -rows, 1), axis=1)[:, : matches.sum(1).max(initial=0)]
-        hits = self.store.rescore(queries, np.where(rows >= 0, rows + part.start, -1), k)
-        if short.any():
-            hits.positions[short], hits.scores[short] = self.store.search([part], queries[short], k)
+        few = matches.sum(1) < min(index.count(n), count)
+        few |= matches[:, : math.ceil(2 * n / share)].sum(1) < min(n, count)
+        # In descending order, the positions of allowed candidates come before the −1 of others.
+        positions = np.sort(np.where(matches, rows + part.start, -1), axis=1)[:, ::-1]
+        hits = self.store.rescore(queries, positions[:, : matches.sum(1).max(initial=0)], k)
+        if few.any():
+            hits.positions[few], hits.scores[few] = self.store.search([part], queries[few], k)
         return hits
 
     def blocks(self) -> Iterator[tuple[IntArray, FloatArray]]:
@@ -223,8 +224,8 @@ class Snapshot:
         for part in chunks(len(positions), 1024):
             yield positions[part], self.vectors(positions[part])
 
-    def without(self, ids: IntArray) -> Manifest:
-        """Write the removed ids, and return the manifest without these ids."""
+    def mark_deleted(self, ids: IntArray) -> Manifest:
+        """Write the file of removed ids; return the manifest that names it."""
         all_deleted = np.union1d(self.deleted, ids)
         return replace(self.manifest, deleted=write_deleted(self.folder, all_deleted))
 

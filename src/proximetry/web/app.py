@@ -28,7 +28,7 @@ from proximetry.search.duplicates import ROUNDING
 from proximetry.search.metadata import parse_conditions
 from proximetry.web.gallery_map import MAX_POINTS, MapError, MapMaker
 from proximetry.web.live_gallery import SIZES, LiveGallery, to_json_value
-from proximetry.web.middleware import MAX_BYTES, problem
+from proximetry.web.middleware import MAX_BYTES, error_response
 from proximetry.web.searcher import MAX_PIXELS, Conditions, Searcher
 
 T = TypeVar("T")
@@ -268,7 +268,7 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(StarletteHTTPException)
     async def http_error(request: Request, error: StarletteHTTPException) -> Response:
         detail = "not found" if error.detail == "Not Found" else str(error.detail)
-        return problem(error.status_code, detail, error.headers)
+        return error_response(error.status_code, detail, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -276,15 +276,15 @@ def _handle_errors(app: FastAPI) -> None:
         where = ".".join(str(part) for part in first["loc"][1:])
         value = "" if first["type"] == "missing" else f", got {format_value(first['input'])}"
         message = first["msg"][:1].lower() + first["msg"][1:]
-        return problem(422, f"{where}: {message}{value}")
+        return error_response(422, f"{where}: {message}{value}")
 
     @app.exception_handler(UsageError)
     async def bad_request(request: Request, error: UsageError) -> Response:
-        return problem(422, shorten(str(error), 500))
+        return error_response(422, shorten(str(error), 500))
 
     @app.exception_handler(ImageError)
     async def unreadable(request: Request, error: ImageError) -> Response:
-        return problem(415, f"the upload is {shorten(error.reason, 300)}")
+        return error_response(415, f"the upload is {shorten(error.reason, 300)}")
 
     @app.exception_handler(ClientDisconnect)
     async def disconnected(request: Request, error: ClientDisconnect) -> Response:
@@ -292,7 +292,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return problem(500, "internal error; see the log of the server")
+        return error_response(500, "internal error; see the log of the server")
 
 
 def _add_search(app: FastAPI, service: Service) -> None:
@@ -407,7 +407,7 @@ def _add_gallery(app: FastAPI, service: Service) -> None:
     async def get_gallery() -> GalleryInfo:
         return await service.run(service.describe)
 
-    @app.get("/healthz", summary="Whether searches are answered")
+    @app.get("/healthz", summary="Health check")
     async def health() -> dict[str, str]:
         if not service.searcher.alive:
             raise HTTPException(503, "the search thread has stopped; restart the server")

@@ -55,7 +55,7 @@ class LiveGallery:
         self._lock = Lock()
         self._state = file_state(path / MANIFEST) if (path / MANIFEST).is_file() else ()
         self._gallery = Gallery.open(path)
-        self._build = _build(path)
+        self._build_id = _build_id(path)
         self._checked = time.monotonic()
         self._summary_lock = Lock()
         self._summary: Summary | None = None
@@ -73,16 +73,16 @@ class LiveGallery:
             state = file_state(self.path / MANIFEST)
             if state == self._state:
                 return
-            build = _build(self.path)
-            if build == self._build:
+            build_id = _build_id(self.path)
+            if build_id == self._build_id:
                 newer = copy(self._gallery)
                 newer.refresh()
             else:
                 newer = Gallery.open(self.path)
-            self._gallery, self._build, self._state = newer, build, state
+            self._gallery, self._build_id, self._state = newer, build_id, state
         except (OSError, ValueError) as error:
             if self._state:  # logged once, until it can be read again
-                log.warning("the last version of the gallery is served: %s", error)
+                log.warning("still serving the previous version of the gallery: %s", error)
             self._state = ()
 
     def summary(self) -> Summary:
@@ -146,7 +146,7 @@ def _row(gallery: Gallery, item: int, columns: Sequence[str]) -> dict[str, list[
         raise HTTPException(404, f"no image has the id {item}") from None
 
 
-def _build(path: Path) -> tuple[str, tuple[int, ...]]:
+def _build_id(path: Path) -> tuple[str, tuple[int, ...]]:
     """Return values that change only if a gallery is rebuilt, with new ids."""
     return read_manifest(path).embedder, file_state(path / EMBEDDER)
 

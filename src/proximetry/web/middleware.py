@@ -53,7 +53,7 @@ def check_token(token: str) -> str:
     return token
 
 
-def problem(status: int, detail: str, headers: Mapping[str, str] | None = None) -> Response:
+def error_response(status: int, detail: str, headers: Mapping[str, str] | None = None) -> Response:
     """Return an error as JSON."""
     content = json.dumps({"detail": detail})  # escapes lone surrogates
     return Response(content, status, headers, "application/json")
@@ -99,7 +99,7 @@ class AccessMiddleware:
             self._check(scope, headers)
             await self._admit(scope, headers, receive, send_with_headers)
         except HTTPException as error:
-            response = problem(error.status_code, error.detail, error.headers)
+            response = error_response(error.status_code, error.detail, error.headers)
             await response(scope, receive, send_with_headers)
 
     def _check(self, scope: Scope, headers: Headers) -> None:

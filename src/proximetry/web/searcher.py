@@ -142,7 +142,7 @@ class Searcher:
             pixels = torch.stack([*images.values()])
             embedded = gallery.embedder.embed(pixels.to(_device(gallery.embedder))).cpu()
             vectors |= dict(zip(images, embedded, strict=True))
-        searching = time.perf_counter()
+        search_started = time.perf_counter()
         groups: dict[tuple[int, Conditions], list[int]] = defaultdict(list)
         for number in vectors:
             job = jobs[number]
@@ -166,8 +166,8 @@ class Searcher:
                     gallery.similarity,
                     len(gallery),
                     started - jobs[number].start,
-                    searching - started,
-                    done - searching,
+                    search_started - started,
+                    done - search_started,
                 )
                 jobs[number].future.set_result(answer)
 

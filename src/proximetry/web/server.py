@@ -86,7 +86,7 @@ def serve(
             url += "?token=TOKEN"
             note = "The token is printed to terminals only.\n"
         images = pluralize(len(app.state.service.gallery.current()), "image")
-        report(f"{gallery}: {images}. The page is at\n\n  {url}\n\n{note}Ctrl-C stops it.")
+        report(f"{gallery}: {images}. The page is at\n\n  {url}\n\n{note}Press Ctrl-C to stop.")
         # open_image limits sizes, and clients must not fill the log.
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
@@ -143,7 +143,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start a request, unless too many are waiting for their response."""
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise ValueError("too many pipelined requests")  # which uvicorn answers with 400
+            raise ValueError("too many pipelined requests")  # uvicorn answers with 400
         super().on_message_begin()
 
     def on_body(self, body: bytes) -> None:
