@@ -19,7 +19,7 @@ from proximetry._util.files import atomic_write
 from proximetry.data import open_dataset
 from proximetry.metrics import evaluate
 from proximetry.models import Embedder
-from proximetry.models.pca import moments_of_few, principal_axes, second_moments
+from proximetry.models.pca import principal_axes, regularized_moments, second_moments
 from proximetry.reproduce.table_page import grid
 from proximetry.training.evaluator import encode_catalog
 
@@ -47,7 +47,7 @@ def measure(embedder: Embedder, images: Path) -> list[dict[str, Any]]:
     moments = second_moments(train)
     add("PCA to as many dimensions as images", reduce(moments, len(train)))
     for prior in PRIORS:
-        add(f"prior {prior}", reduce(moments_of_few(moments, embedder, prior=prior), DIM))
+        add(f"prior {prior}", reduce(regularized_moments(moments, embedder, prior=prior), DIM))
     return rows
 
 

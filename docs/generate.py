@@ -101,6 +101,7 @@ def logit(cls: type[ProxyLoss], method: str) -> str:
     if getattr(cls, method) is ProxyLoss.positive_logit:  # no margin
         method = "negative_logit"
     first = (inspect.getdoc(getattr(cls, method)) or "").splitlines()[0]
+    first = re.sub("^Return (scale and offset of )?", "", first)
     return re.split(r"[:.](?:\s|$)", first)[0]
 
 

@@ -27,7 +27,7 @@ def images(*shape, dtype=torch.float32):
     return values.to(memory_format=torch.channels_last).requires_grad_()
 
 
-def moving(channels, act=nn.Identity, **options):
+def norm_layer(channels, act=nn.Identity, **options):
     layer = BatchNormAct2d(channels, act_layer=act, **options).to(DEVICE)
     layer.running_mean.normal_()
     layer.running_var.uniform_(0.1, 3)
@@ -64,7 +64,7 @@ def compare(fast, layer, x):
 @pytest.mark.parametrize("act", [nn.Identity, nn.ReLU, nn.ReLU6, nn.SiLU])
 @pytest.mark.parametrize("shape", [(3, 24, 5, 7), (2, 70, 3, 3), (1, 1, 1, 1)])
 def test_frozen_norm_equals_torch(shape, act, dtype):
-    layer = freeze_batchnorm(moving(shape[1], act))
+    layer = freeze_batchnorm(norm_layer(shape[1], act))
     compare(fused_norm, layer, images(*shape, dtype=dtype))
 
 
@@ -82,7 +82,7 @@ def share_among(monkeypatch, programs, parts):
 @pytest.mark.parametrize("act", [nn.Identity, nn.ReLU, nn.ReLU6])
 @pytest.mark.parametrize("shape", [(3, 24, 5, 7), (2, 70, 3, 3), (2, 1, 1, 1), (2, 33, 1, 1)])
 def test_training_norm_equals_torch(shape, act, dtype):
-    layer = moving(shape[1], act, eps=0.1, momentum=0.3)
+    layer = norm_layer(shape[1], act, eps=0.1, momentum=0.3)
     compare(fused_norm, layer, images(*shape, dtype=dtype))
     assert layer.num_batches_tracked.item() == 2
 
@@ -93,7 +93,7 @@ def test_training_norm_equals_torch(shape, act, dtype):
     [{"momentum": 0}, {"momentum": 1}, {"act": nn.ReLU, "affine": False}, {"act": nn.SiLU}],
 )
 def test_options_of_norm(options, frozen):
-    layer = moving(8, **options)
+    layer = norm_layer(8, **options)
     compare(fused_norm, freeze_batchnorm(layer) if frozen else layer, images(2, 8, 3, 3))
 
 
@@ -101,11 +101,11 @@ def test_options_of_norm(options, frozen):
 @pytest.mark.parametrize("batch", [1, 2, 6, 9])
 def test_training_norm_of_many_rows(batch, programs, parts, monkeypatch):
     share_among(monkeypatch, programs, parts)
-    compare(fused_norm, moving(24, nn.ReLU6), images(batch, 24, 8, 9))
+    compare(fused_norm, norm_layer(24, nn.ReLU6), images(batch, 24, 8, 9))
 
 
 def test_training_norm_with_frozen_scale_and_shift():
-    layer, x = moving(8, nn.ReLU), images(2, 8, 3, 3)
+    layer, x = norm_layer(8, nn.ReLU), images(2, 8, 3, 3)
     twin = copy.deepcopy(layer)
     for parameter in layer.parameters():
         parameter.requires_grad_(False)
@@ -124,7 +124,7 @@ def test_statistics_are_accurate_for_any_mean(
     share_among(monkeypatch, programs, parts)
     x = images(3, 24, 11, 13).detach() * spread + middle
     x[0, :, 0, 0] += outlier * spread
-    layer = moving(24)
+    layer = norm_layer(24)
     layer.running_mean.zero_()  # far from the batch's
     running = layer.running_mean, layer.running_var, layer.num_batches_tracked
     mean, variance = batch_norm.statistics(x, *running, 1.0)
@@ -140,7 +140,7 @@ def test_statistics_are_accurate_for_any_mean(
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("act", [nn.Identity, nn.ReLU, nn.ReLU6])
 def test_nan_is_preserved(act, frozen):
-    layer, x = moving(8, act), images(2, 8, 3, 3).detach()
+    layer, x = norm_layer(8, act), images(2, 8, 3, 3).detach()
     if frozen:
         freeze_batchnorm(layer)
     x[1, 2, 0, 1] = torch.nan
@@ -148,7 +148,7 @@ def test_nan_is_preserved(act, frozen):
 
 
 def test_results_are_deterministic():
-    layer, x = moving(24, nn.ReLU6), images(9, 24, 8, 9)
+    layer, x = norm_layer(24, nn.ReLU6), images(9, 24, 8, 9)
     results = []
     for twin in (copy.deepcopy(layer), layer):
         y = fused_norm(twin, x)
@@ -159,7 +159,7 @@ def test_results_are_deterministic():
 
 def test_changed_statistics_raise_in_backward(monkeypatch):
     monkeypatch.setattr(layers, "_suits", lambda x: True)
-    layer, x = fuse(moving(8)), images(2, 8, 3, 3)
+    layer, x = fuse(norm_layer(8)), images(2, 8, 3, 3)
     y = layer.eval()(x)
     layer.train()(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -167,7 +167,7 @@ def test_changed_statistics_raise_in_backward(monkeypatch):
 
 
 def test_second_derivatives_raise():
-    layer, x = moving(8), images(2, 8, 3, 3)
+    layer, x = norm_layer(8), images(2, 8, 3, 3)
     (slope,) = torch.autograd.grad(fused_norm(layer, x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         slope.sum().backward()
@@ -175,7 +175,7 @@ def test_second_derivatives_raise():
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
 def test_recorded_norm_updates_its_statistics():
-    layer, x = fuse(moving(24, nn.ReLU6)), images(3, 24, 5, 7)
+    layer, x = fuse(norm_layer(24, nn.ReLU6)), images(3, 24, 5, 7)
     twin = copy.deepcopy(layer)
     recorded = torch.cuda.make_graphed_callables(layer, (x,))
     layer.load_state_dict(twin.state_dict())  # recording ran it some times

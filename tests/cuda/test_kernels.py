@@ -54,7 +54,7 @@ floats = {"x", "y", "dx", "dy"}
 sums = {"weight", "bias", "mean", "variance", "sums", "w"}
 sums |= {"parts", "running_mean", "running_variance"}
 blocks = {"ACT": 2, "BM": 128, "BC": 32, "BP": 16, "S": 2, "K": 5, "LEFT": 1}
-blocks["MOVING"] = True
+blocks["BATCH_STATS"] = True
 for name in sys.argv[1:]:
     kernel = getattr(batch_norm, name, None) or getattr(depthwise_conv, name)
     kinds, constants = {}, {}
@@ -78,7 +78,7 @@ for name in sys.argv[1:]:
 def test_kernels_compile_for_a_gpu():
     pytest.importorskip("triton")
     names = ["_forward_norm", "_backward_norm", "_forward_depthwise"]
-    names += ["_statistics", "_join_statistics", "_backward_moving", "_join_sums"]
+    names += ["_statistics", "_join_statistics", "_backward_batch_stats", "_join_sums"]
     names += ["_input_depthwise_strided", "_weight_depthwise"]
     command = [sys.executable, "-c", COMPILE, *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -92,7 +92,7 @@ def test_missing_triton_warns_once(monkeypatch):
     def fail():
         raise RuntimeError("no C compiler")
 
-    monkeypatch.setattr(module, "find_driver", fail)
+    monkeypatch.setattr(module, "check_driver", fail)
     _kernel.cache_clear()
     try:
         with pytest.warns(UserWarning, match="no C compiler"):

@@ -104,7 +104,7 @@ def test_two_ranks_with_uneven_shares_train_as_one_process(server, tmp_path):
         worst = json.loads((tmp_path / f"{rank}.json").read_text())
         errors = worst.pop("errors")
         assert "position 12" in errors["range"]
-        assert ("rank 1", "12 embeddings")[rank] in errors["length"]
+        assert ("rank 1", "shape [12]")[rank] in errors["length"]
         assert "ranks [1]" in errors["weights"]
         assert len(worst) == 14
         for name, difference in worst.items():
@@ -131,7 +131,7 @@ def test_gathered_in_one_process_equals_the_loss():
     ("call", "message"),
     [
         (lambda x, y: gathered(losses.ProxyAnchor), "ProxyAnchor"),
-        (lambda x, y: gathered(make("mpa"))(x, y[:4]), "9 embeddings"),
+        (lambda x, y: gathered(make("mpa"))(x, y[:4]), r"\[9\], .* \[4\]"),
         (lambda x, y: gathered(make("mpa"))(x, list("abcdefghi")), "strings"),
         (lambda x, y: gathered(make("mpa"))(x.numpy(), y), "ndarray"),
         (lambda x, y: gathered(make("mpa"))(x, y, [1.0]), "weights"),

@@ -146,7 +146,7 @@ PLAIN, NAMED = Proxies(2, 3), Proxies(2, 3, names=["a", "b"])
         (PLAIN, 1, {"init": "flat"}, "init .* got 'flat'"),
         (PLAIN, 2, {"init": torch.zeros(3, 3)}, r"got \[3, 3\]"),
         (Proxies(2, 3, 2), 1, {"init": torch.ones(1, 3)}, r"\[1, 2, 3\], got \[1, 3\]"),
-        (PLAIN, 2, {"init": [torch.zeros(1, 3)]}, "got 1 sets"),
+        (PLAIN, 2, {"init": [torch.zeros(1, 3)]}, "got 1"),
         (PLAIN, 1, {"init": [torch.zeros(1, 4)]}, r"got \[1, 4\]"),
         (PLAIN, 2, {"init": torch.eye(3)[:2] / 0}, "init of new class 0 is not finite"),
         (PLAIN, 2, {"init": [torch.ones(2, 3), torch.eye(3) * torch.nan]}, "class 1"),

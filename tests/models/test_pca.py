@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from proximetry.models import Embedder
 from proximetry.models.embedder import extract_features
-from proximetry.models.pca import moments_of_few, principal_axes, second_moments, with_pca
+from proximetry.models.pca import principal_axes, regularized_moments, second_moments, with_pca
 
 
 @given(seed=st.integers(0, 99), count=st.integers(1, 12), wide=st.integers(1, 9), data=st.data())
@@ -35,7 +35,7 @@ def test_moments_of_few_vectors_add_the_heads_spread(dim):
         with torch.no_grad():
             embedder.head.weight.zero_().diagonal().copy_(scales)
     vectors = F.normalize(torch.randn(2, width), dim=1)
-    axes = principal_axes(moments_of_few(second_moments(vectors), embedder), 6)
+    axes = principal_axes(regularized_moments(second_moments(vectors), embedder), 6)
     outside = vectors - vectors @ axes[:2].t() @ axes[:2]
     assert outside.norm(dim=1).max() < 0.2, "the first axes are those of the vectors"
     spread = (axes[2:] * (scales if dim else torch.ones(width))).square().sum(1)
@@ -45,7 +45,7 @@ def test_moments_of_few_vectors_add_the_heads_spread(dim):
         if dim:
             embedder.head.weight.zero_()
     nothing = second_moments(torch.zeros(2, width))
-    assert principal_axes(moments_of_few(nothing, embedder), 6).isfinite().all()
+    assert principal_axes(regularized_moments(nothing, embedder), 6).isfinite().all()
 
 
 @given(seed=st.integers(0, 99), cut=st.integers(1, 5))

@@ -11,7 +11,7 @@ from PIL import Image
 from proximetry import metrics
 from proximetry.data import open_dataset
 from proximetry.models import Embedder
-from proximetry.models.pca import moments_of_few
+from proximetry.models.pca import regularized_moments
 from proximetry.recipe.loading import shipped_recipes
 from proximetry.training import Recipe, RunError, RunFolder, evaluator, train
 from proximetry.training.evaluator import Evaluator, evaluate_embedder
@@ -107,12 +107,12 @@ def test_pca_for_euclidean_distances_is_about_the_mean(reduced, tmp_path):
 
 
 def test_pca_to_more_dimensions_than_images(reduced, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluator, "moments_of_few", mock.Mock(wraps=moments_of_few))
+    monkeypatch.setattr(evaluator, "regularized_moments", mock.Mock(wraps=regularized_moments))
     recipe = reduced.override(
         {"model": {"dim": 64, "pca_dim": 40}, "evaluation.eval_dims": [3, 38]}
     )
     results = train(recipe, tmp_path / "run", device="cpu")
-    assert evaluator.moments_of_few.called
+    assert evaluator.regularized_moments.called
     assert Embedder.load(tmp_path / "run" / "embedder").dim == 40
     assert list(results["last"]["test"]["dims"]) == ["3", "38"]
     assert train(recipe, tmp_path / "run", device="cpu") == results, "and resumes"

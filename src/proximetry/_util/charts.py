@@ -112,7 +112,7 @@ def bar_chart(title: str, bars: Mapping[str, float], *, x_label: str, y_label: s
         return Markup()
     y_axis = _ticks(0.0, max([*bars.values(), 1e-9]), 4, integers=True)
     x, y = _scale(0, len(bars), _LEFT, _RIGHT), _scale(0, y_axis[-1], _BOTTOM, _TOP + 8)
-    # Many names have no room: show every second one, or fewer.
+    # Show every n-th label if they do not fit.
     label_step = math.ceil(len(bars) * max(map(len, bars)) / 44)
     values = "; ".join(f"{name}: {format_number(value)}" for name, value in bars.items())
     return _render(

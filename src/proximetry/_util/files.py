@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PART_SUFFIX = ".part"
 """Suffix of files that are still being written."""
 _PART_NAME = re.compile(r"\.proximetry-[0-9a-f]{32}-(.+)\.part", re.DOTALL)
-# Errors of writing to an open file, which have no file name.
+# Errors of writing to an open file; they do not include its name.
 _DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EROFS, getattr(errno, "EDQUOT", None))
 CHECKSUM = "checksum"
 """Key of the checksum in JSON files."""
@@ -52,15 +52,15 @@ class WriteError(OSError):
 
 @contextmanager
 def name_write_errors(file: Path) -> Iterator[None]:
-    """Add the file name to errors of writing to it; errors of a full disk have none."""
+    """Add the file name to errors of writing to it; disk-full errors do not include it."""
     try:
         yield
     except OSError as error:
         name = error.filename
         if name is None and error.errno not in _DISK_ERRORS:
-            raise  # of a network, for example
+            raise  # not a disk error
         if name is not None and name != str(file) and not final_name(Path(name)):
-            raise  # of another file, which was being read
+            raise  # another file failed to be read
         raise WriteError(error.errno, error.strerror or str(error), str(file)) from error
 
 

@@ -13,9 +13,9 @@ def join_first(items: Iterable[str], limit: int = 5) -> str:
     return first if len(names) <= limit else f"{first} and {len(names) - limit} more"
 
 
-def first_few(lines: Sequence[str], elsewhere: str, limit: int = 5) -> list[str]:
+def truncate_lines(lines: Sequence[str], location: str, limit: int = 5) -> list[str]:
     """Return the first lines for the terminal, and where the full list is."""
-    more = f"and {format_int(len(lines) - limit)} more; all are in {elsewhere}"
+    more = f"and {format_int(len(lines) - limit)} more; all are in {location}"
     return [*lines[:limit], more] if len(lines) > limit else [*lines]
 
 

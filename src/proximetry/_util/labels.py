@@ -40,7 +40,7 @@ def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.N
     if array.dtype.kind in "OT":
         array = _unbox(array, name)
     if len(array) == 0:
-        # NumPy makes floats of an empty list.
+        # NumPy converts an empty list to float.
         return array if array.dtype.kind == "U" else array.astype(np.int64)
     if array.dtype.kind == "U":
         if isinstance(values, Sequence):

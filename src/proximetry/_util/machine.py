@@ -89,13 +89,13 @@ def override(
 def torch_pool(workers: int, threads: int) -> ThreadPoolExecutor:
     """Start threads that each compute with `threads` threads of torch.
 
-    A thread adopts the number that was set last when it first computes, so the previous number is
-    restored for other threads once all workers have started.
+    A thread takes the latest thread count on first use: restore the previous count after all
+    workers have started.
     """
     import torch
 
     def limit() -> None:
-        torch.get_num_threads()  # adopts the global number, which the first computation would do
+        torch.get_num_threads()  # takes the global count now, not in the first computation
         torch.set_num_threads(threads)
         started.wait()
 

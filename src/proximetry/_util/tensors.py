@@ -96,7 +96,7 @@ def nearest_other_class(
     """Return for each row the cosine with the nearest row of another class, and its index.
 
     Rows have unit length and are ordered by class, `per_class` of each. Ties go to the smallest
-    index. Works in tiles of `block` rows, each serving rows and columns.
+    index. Works in tiles of `block` rows; off-diagonal tiles serve rows and columns.
     """
     total, device = len(directions), directions.device
     size = block or by_device(device, cpu=1024, cuda=8192)

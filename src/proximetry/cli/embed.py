@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
-from proximetry._util.formatting import first_few
+from proximetry._util.formatting import truncate_lines
 from proximetry._util.imports import import_optional
 from proximetry._util.types import Progress
 from proximetry.cli.inputs import Image, find_images, load_embedder, processes
@@ -85,7 +85,7 @@ def embed(
         skipped_file.unlink(missing_ok=True)
     count, dim = vectors.shape
     document = {"out": str(out), "images": count, "dim": dim, "skipped": skipped, "notes": notes}
-    lines = first_few([f"skipped {reason}" for reason in skipped], str(skipped_file))
+    lines = truncate_lines([f"skipped {reason}" for reason in skipped], str(skipped_file))
     text = f"wrote {count} embeddings (dim {dim}) to {' and '.join(map(str, outputs))}"
     print_result(as_json, document, "\n".join([*notes, *lines, text]))
 

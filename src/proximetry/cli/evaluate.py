@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from proximetry._util.errors import UsageError
-from proximetry._util.formatting import first_few, join_first
+from proximetry._util.formatting import join_first, truncate_lines
 from proximetry.cli.inputs import load_embedder, open_images
 from proximetry.cli.options import (
     AsJson,
@@ -252,7 +252,7 @@ def as_text(document: Mapping[str, Any], name: str) -> str:
     parts += [f"note: {note}" for note in document["notes"]]
     skipped = [f"skipped {reason}" for reason in document["skipped"]]
     if skipped:
-        parts.append("\n".join(first_few(skipped, "the document of --out and --json")))
+        parts.append("\n".join(truncate_lines(skipped, "the document of --out and --json")))
     return "\n\n".join(parts)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from proximetry._util.errors import UsageError
-from proximetry._util.formatting import first_few, format_int, join_first
+from proximetry._util.formatting import format_int, join_first, truncate_lines
 from proximetry.cli.inputs import load_image_embedder
 from proximetry.cli.options import GALLERY, AsJson, BadImages, BatchSize, Device, TableColumns
 from proximetry.cli.output import print_result, progress_bar, relative_path, skip_hint
@@ -100,7 +100,7 @@ def index(
             "missing, changed = gallery.check_files(FOLDER); gallery.add(changed, replace=True); "
             'gallery.remove(gallery.ids({"path": missing}))'
         )
-    lines = first_few([f"skipped {one}" for one in skipped], "the document of --json")
+    lines = truncate_lines([f"skipped {one}" for one in skipped], "the document of --json")
     hint = "" if gallery == GALLERY else f" --gallery {shlex.quote(gallery)}"
     hint += f" --model {shlex.quote(str(model or 'RUN'))}" if is_milvus(gallery) else ""
     lines.append(f"{gallery}: {format_int(len(opened))} images, {format_int(added)} new")

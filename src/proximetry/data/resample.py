@@ -94,9 +94,9 @@ def window_table(pixels: Pixels, rows: npt.NDArray[np.int64], windows: Windows) 
 def _kernel() -> Kernel | None:
     """Return the kernel, or None with a warning if Triton is unavailable."""
     try:
-        from proximetry.kernels.resample import find_driver, resample_fused
+        from proximetry.kernels.resample import check_driver, resample_fused
 
-        find_driver()
+        check_driver()
     except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
         warnings.warn(
             f"without Triton crops are made on the CPU, several times slower: {error}",

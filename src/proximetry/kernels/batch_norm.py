@@ -18,7 +18,7 @@ from proximetry.kernels.channels import CHANNELS, SIZES, program_channels
 _ROWS = 128  # per program and step
 # Programs that reduce rows to partial sums: four per multiprocessor of an H200.
 _PROGRAMS = 528
-# Channels and partial sums of a program that joins them. Few channels make many programs.
+# Channels and partial sums per combining program. Few channels per program give more parallelism.
 _JOIN_CHANNELS = 8
 _JOIN_PARTS = 128
 
@@ -142,9 +142,9 @@ def _forward_norm(
 def _backward_norm(
     x, dy, dx, weight, bias, mean, variance,
     eps, parts, rows, C, programs,
-    MOVING: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+    BATCH_STATS: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of dweight = Σ dz · x̂ and dbias = Σ dz; dx = scale · dz if not MOVING."""
+    """Partial sums of dweight = Σ dz · x̂ and dbias = Σ dz; dx = scale · dz if not BATCH_STATS."""
     c, part = program_channels(C, BC)
     scale, offset, mu, inverse_std = _load_affine(weight, bias, mean, variance, eps, C, c)
     dbias = tl.zeros((BM, BC), tl.float32)
@@ -152,7 +152,7 @@ def _backward_norm(
     for first in range(part * BM, rows, programs * BM):
         mask, offsets = _tile(first, rows, C, c, BM)
         centered, dz = _load_gradient(x, dy, offsets, mask, scale, offset, mu, ACT)
-        if not MOVING:
+        if not BATCH_STATS:
             tl.store(dx + offsets, (dz * scale).to(dx.dtype.element_ty), mask=mask)
         dbias += dz
         dweight += dz * centered
@@ -162,7 +162,7 @@ def _backward_norm(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _backward_moving(
+def _backward_batch_stats(
     x, dy, dx, weight, bias, mean, variance,
     eps, sums, rows, C,
     ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
@@ -224,9 +224,11 @@ def statistics(
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, act: int, moving: bool, *layer: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, eps: float, act: int, batch_stats: bool, *layer: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x, *layer)
-        ctx.settings = eps, act, moving
+        ctx.settings = eps, act, batch_stats
         y = torch.empty_like(x)
         rows, channels, blocks, _ = _shape(x)
         _forward_norm[(blocks * triton.cdiv(rows, _ROWS),)](
@@ -238,29 +240,29 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *layer = ctx.saved_tensors
-        eps, act, moving = ctx.settings
+        eps, act, batch_stats = ctx.settings
         dy = dy.contiguous(memory_format=torch.channels_last)
         dx = torch.empty_like(x)
         rows, channels, blocks, programs = _shape(x)
         parts = torch.empty(programs, 2, channels, dtype=torch.float32, device=x.device)
         _backward_norm[(blocks * programs,)](
             x, dy, dx, *layer, eps, parts, rows, channels, programs,
-            MOVING=moving, ACT=act, BM=_ROWS, BC=CHANNELS,
+            BATCH_STATS=batch_stats, ACT=act, BM=_ROWS, BC=CHANNELS,
         )  # fmt: skip
         sums = torch.empty(2, channels, dtype=torch.float32, device=x.device)
         _join_sums[(triton.cdiv(2 * channels, _JOIN_CHANNELS),)](
             parts, sums, 2 * channels, programs, BP=_JOIN_PARTS, BC=_JOIN_CHANNELS
         )
-        if moving:
-            _backward_moving[(blocks * triton.cdiv(rows, _ROWS),)](
+        if batch_stats:
+            _backward_batch_stats[(blocks * triton.cdiv(rows, _ROWS),)](
                 x, dy, dx, *layer, eps, sums, rows, channels, ACT=act, BM=_ROWS, BC=CHANNELS
             )
         return dx, None, None, None, *sums, None, None
 
 
 norm: Callable[..., Tensor] = _Norm.apply
-"""norm(x, eps, act, moving, weight, bias, mean, variance) returns act(batch norm of x).
+"""norm(x, eps, act, batch_stats, weight, bias, mean, variance) returns act(batch norm of x).
 
-All but x are [C] in float32. With `moving`, mean and variance are statistics of x and the gradient
-of x flows through them; otherwise they are constants. The only large tensor saved is x.
+All but x are [C] in float32. With `batch_stats`, mean and variance are statistics of x and the
+gradient of x flows through them; otherwise they are constants. The only large tensor saved is x.
 """

@@ -73,7 +73,7 @@ class GraphedNetwork(nn.Module):
     def _record(self, batch: Tensor) -> None:
         # Recording runs the network several times: restore buffers and random state.
         buffers = [buffer.clone() for buffer in self.network.buffers()]
-        random = torch.cuda.get_rng_state(batch.device)
+        rng_state = torch.cuda.get_rng_state(batch.device)
         network = copy.copy(self.network)  # torch replaces its forward
         try:
             with _pause_garbage_collection():
@@ -83,7 +83,7 @@ class GraphedNetwork(nn.Module):
         finally:
             for buffer, value in zip(self.network.buffers(), buffers, strict=True):
                 buffer.copy_(value)
-            torch.cuda.set_rng_state(random, batch.device)
+            torch.cuda.set_rng_state(rng_state, batch.device)
         self._shape = batch.shape
 
 
@@ -126,11 +126,11 @@ def ignore_stream_mismatch() -> Iterator[None]:
 @contextmanager
 def _pause_garbage_collection() -> Iterator[None]:
     """Collect garbage before recording instead of during it, when freeing a graph is an error."""
-    collecting = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        if collecting:
+        if was_enabled:
             gc.enable()

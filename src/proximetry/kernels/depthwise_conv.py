@@ -134,11 +134,11 @@ def _input_depthwise_strided(
     last: tl.constexpr = (3 + LEFT) // 2
     for i in tl.static_range((K + 1) // 2):
         kh = begin + 2 * i
-        above = (row + PT - kh) // 2
-        fits = inside & (row + PT - kh >= 0)
+        dy_row = (row + PT - kh) // 2
+        is_valid = inside & (row + PT - kh >= 0)
         w0, w1, w2, w3, w4 = _weights(w, kh, C, c, K)
         for j in tl.static_range(last + (K - LEFT) // 2 + 1):
-            v = _load_pixel(dy, n, above, first // 2 + last - j, HO, WO, C, c, fits)
+            v = _load_pixel(dy, n, dy_row, first // 2 + last - j, HO, WO, C, c, is_valid)
             a = _accumulate(a, v, LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
             b = _accumulate(b, v, 1 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
             d = _accumulate(d, v, 2 + LEFT - 2 * (last - j), K, w0, w1, w2, w3, w4)
@@ -156,9 +156,9 @@ def _weight_depthwise(
     K: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of the weight gradient: one kernel row, block of channels and part of strips."""
-    c, both = program_channels(C, BC)
-    kh = both % K
-    part = both // K
+    c, row_and_part = program_channels(C, BC)
+    kh = row_and_part % K
+    part = row_and_part // K
     strips_per_row = tl.cdiv(WO, 4)
     s0 = tl.zeros((BP, BC), tl.float32)
     s1 = tl.zeros((BP, BC), tl.float32)

@@ -44,7 +44,7 @@ def resample_fused(
     return batch
 
 
-def find_driver() -> None:
+def check_driver() -> None:
     """Raise an error if Triton cannot run: it needs a GPU and a C compiler."""
     triton.runtime.driver.active.get_current_device()
 
@@ -122,26 +122,26 @@ def _resample(
 
 
 @triton.jit
-def _first_tap(result, length, scaled: tl.constexpr, SUPPORT: tl.constexpr):
+def _first_tap(result, length, result_length: tl.constexpr, SUPPORT: tl.constexpr):
     """Return the first pixel under the filter and its distance from the center, in filter widths.
 
-    The center is (result + 1/2) · length / scaled and the filter extends SUPPORT · max(1, length /
-    scaled) to either side; both are multiplied by 2 · scaled here.
+    The center is (result + 1/2) · length / result_length and the filter extends SUPPORT · max(1,
+    length / result_length) to either side; both are multiplied by 2 · result_length here.
     """
-    longer = tl.maximum(length, scaled)
+    longer = tl.maximum(length, result_length)
     center = (2 * result + 1) * length
-    first = (center - 2 * SUPPORT * longer + scaled) // (2 * scaled)
+    first = (center - 2 * SUPPORT * longer + result_length) // (2 * result_length)
     first = tl.maximum(first, 0)
-    distance = (2 * first + 1) * scaled - center
+    distance = (2 * first + 1) * result_length - center
     return first, distance.to(tl.float32) / (2 * longer).to(tl.float32)
 
 
 @triton.jit
-def _spacing(length, scaled: tl.constexpr, SUPPORT: tl.constexpr):
+def _spacing(length, result_length: tl.constexpr, SUPPORT: tl.constexpr):
     """Return the distance between pixels, in filter widths, and the largest number of taps."""
-    longer = tl.maximum(length, scaled)
-    taps = (2 * SUPPORT * longer + scaled - 1) // scaled
-    return tl.cast(scaled, tl.float32) / longer.to(tl.float32), taps
+    longer = tl.maximum(length, result_length)
+    taps = (2 * SUPPORT * longer + result_length - 1) // result_length
+    return tl.cast(result_length, tl.float32) / longer.to(tl.float32), taps
 
 
 @triton.jit

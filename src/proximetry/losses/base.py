@@ -77,7 +77,7 @@ class ProxyLoss(ConfigurableModule):
     label_smoothing = 0.0
     optional_settings = ("gamma", "tau", "label_smoothing")
     check_labels = True
-    """Whether to validate the range of labels and weights, which waits for CUDA once a step."""
+    """Whether to validate labels and weights, which synchronizes with the GPU once per step."""
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -93,7 +93,7 @@ class ProxyLoss(ConfigurableModule):
         self.proxies = Proxies(*shape, init=self.default_init)
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """Return the logit of each sample's own class from its similarity S [B] and ‖x‖ [B].
+        """Return the logit of each sample's class from its similarity S [B] and ‖x‖ [B].
 
         Losses without a margin use the logit of the other classes.
         """
@@ -132,6 +132,7 @@ class ProxyLoss(ConfigurableModule):
         _reduction("reduction", reduction)
         classes, _, dim = self.proxies.weight.shape
         labels = validate_batch(embeddings, labels, dim, classes if self.check_labels else None)
+        has_weights = weights is not None
         if weights is not None:
             weights = weights_tensor(embeddings, weights, self.check_labels)
         with torch.autocast(embeddings.device.type, enabled=False):
@@ -146,17 +147,19 @@ class ProxyLoss(ConfigurableModule):
                 embeddings.to(proxies.dtype).masked_fill(ignored.unsqueeze(1), 0.0)
             )
             scale, offset = self.negative_logit(length)
-            problem = Problem(x, proxies, labels, self.form, self.gamma, scale, offset)
+            problem = Problem(
+                x, proxies, labels, self.form, self.gamma, scale, offset, has_weights=has_weights
+            )
             small = len(x) * proxies.shape[0] * proxies.shape[1] <= DENSE_ENTRIES
             is_dense = small if self.engine == "auto" else self.engine == "dense"
             engine = dense if is_dense else streamed
-            reduce = self._by_class if self.form.by == "class" else self._by_sample
+            reduce = self._reduce_by_class if self.form.by == "class" else self._reduce_by_sample
             loss, factor = reduce(engine, problem, length, weights, reduction)
             if self.tau > 0.0:
                 loss = loss + self.tau * intra_class_distance(proxies) * factor
             return loss
 
-    def _by_sample(
+    def _reduce_by_sample(
         self,
         engine: Callable[[Problem], Parts],
         problem: Problem,
@@ -164,9 +167,9 @@ class ProxyLoss(ConfigurableModule):
         weights: Tensor,
         reduction: Reduction,
     ) -> tuple[Tensor, Tensor]:
-        """Return the reduced terms, and the factor of terms that do not depend on x."""
+        """Return the reduced loss and the factor that gives proxy-only terms the same reduction."""
         smoothing, classes = self.label_smoothing, len(problem.proxies)
-        parts = engine(replace(problem, smoothed=smoothing > 0.0))
+        parts = engine(replace(problem, needs_total=smoothing > 0.0))
         positive = self.positive_logit(parts.positive, length)
         terms = join_by_sample(self.form, positive, parts.negatives)
         if parts.total is not None:
@@ -177,7 +180,7 @@ class ProxyLoss(ConfigurableModule):
         terms = terms * weights
         return (terms.sum(), weights.sum()) if reduction == "sum" else (terms, weights)
 
-    def _by_class(
+    def _reduce_by_class(
         self,
         engine: Callable[[Problem], Parts],
         problem: Problem,
@@ -185,7 +188,7 @@ class ProxyLoss(ConfigurableModule):
         weights: Tensor,
         reduction: Reduction,
     ) -> tuple[Tensor, Tensor]:
-        """Return the same as `_by_sample` for class-wise losses."""
+        """Reduce a class-wise loss; see `_reduce_by_sample`."""
         x, labels, classes = problem.x, problem.labels, len(problem.proxies)
         counts = (weights > 0).to(x.dtype)
         present = x.new_zeros(classes).scatter_reduce(0, labels, counts, "amax")
@@ -226,7 +229,7 @@ def validate_batch(
     """Return the labels as int64; raise for invalid shapes and types.
 
     With ``num_classes``, also raise for labels outside the classes except `IGNORED`. On CUDA this
-    waits for the device.
+    synchronizes.
     """
     if not isinstance(embeddings, Tensor):
         raise ValueError(f"embeddings must be a tensor, got {type(embeddings).__name__}")
@@ -242,7 +245,9 @@ def validate_batch(
         raise ValueError(f"labels must be integers (class indices), got {labels.dtype}")
     if labels.shape != embeddings.shape[:1]:
         shape = list(labels.shape)
-        raise ValueError(f"{len(embeddings)} embeddings need as many labels, got {shape}")
+        raise ValueError(
+            f"labels must have shape [{len(embeddings)}], one per embedding; got {shape}"
+        )
     if num_classes is not None and not torch.compiler.is_compiling():
         low, high = torch.stack(labels.aminmax()).tolist()
         if low < IGNORED or high >= num_classes:
@@ -269,8 +274,7 @@ def labels_tensor(embeddings: Tensor, labels: Labels) -> Tensor:
 def weights_tensor(embeddings: Tensor, weights: Weights, check_range: bool = False) -> Tensor:
     """Return the weights as a tensor [B] on the device of the embeddings.
 
-    With ``check_range``, raise for negative and non-finite weights. On CUDA this waits for the
-    device.
+    With ``check_range``, raise for negative and non-finite weights. On CUDA this synchronizes.
     """
     if not isinstance(weights, Tensor):
         try:
@@ -279,7 +283,9 @@ def weights_tensor(embeddings: Tensor, weights: Weights, check_range: bool = Fal
             raise ValueError(f"weights must be numbers, one for each sample: {error}") from error
     if weights.shape != embeddings.shape[:1]:
         shape = list(weights.shape)
-        raise ValueError(f"{len(embeddings)} embeddings need as many weights, got {shape}")
+        raise ValueError(
+            f"weights must have shape [{len(embeddings)}], one per embedding; got {shape}"
+        )
     weights = weights.detach().to(embeddings.device)
     if check_range and not torch.compiler.is_compiling():
         invalid = ~((weights >= 0) & torch.isfinite(weights))

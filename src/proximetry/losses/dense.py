@@ -79,7 +79,7 @@ def dense(problem: Problem) -> Parts:
         offset = (problem.log_weights + offset).unsqueeze(1)
     z = (factor * S + offset).scatter(1, label_column, -torch.inf)
     if problem.form.by == "sample":
-        return Parts(positive, z.logsumexp(1), S.sum(1) if problem.smoothed else None)
+        return Parts(positive, z.logsumexp(1), S.sum(1) if problem.needs_total else None)
     push = softplus(z.logsumexp(0))
     if problem.class_weight is not None:
         push = (problem.class_weight * push).sum()
@@ -111,7 +111,7 @@ def pull_by_class(logit: Tensor, labels: Tensor, num_classes: int) -> Tensor:
 def weighted_mean(terms: Tensor, weights: Tensor) -> Tensor:
     """Return Σ w·t / Σ w, or 0 if all w are 0; bit-equal to the mean if all w are 1."""
     total = weights.sum()
-    share = torch.where(total > 0, len(weights) / total, 0.0)
+    share = (len(weights) / total).masked_fill(~(total > 0), 0.0)  # `where` would synchronize
     return (terms * weights).mean() * share
 
 
@@ -163,7 +163,7 @@ def _pair_distances(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return cosines and distances [C, K, K], 1 / ‖w‖ [C, K], and 1 for pairs t ≠ s [K, K]."""
     gram = weight @ weight.transpose(1, 2)
     squares = gram.diagonal(dim1=1, dim2=2)
-    inverse = torch.where(squares > 1e-24, squares, torch.inf).rsqrt()
+    inverse = squares.masked_fill(~(squares > 1e-24), torch.inf).rsqrt()
     cosine = gram * inverse.unsqueeze(1) * inverse.unsqueeze(2)
     pairs = 1 - torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
     return cosine, (2.0 + 1e-5 - 2.0 * cosine).clamp(min=1e-6).sqrt(), inverse, pairs

@@ -5,7 +5,7 @@ Every loss here is a grouped log-sum-exp over class similarities. A `LossForm` n
 1. the *similarity* S(x, c), aggregated from the K proxies of class c;
 2. the grouping: *by* class, all samples of a class share one logarithm, or *by* sample, all classes
    of a sample;
-3. how the logits of a sample's own class (positive) and the other classes (negatives) *join*.
+3. how the logits of a sample's class (positive) and the other classes (negatives) *join*.
 
 The margin is two short methods of the loss itself (`ProxyLoss.positive_logit` and
 `ProxyLoss.negative_logit`): any function for the positive, ``scale · S + offset`` for the
@@ -59,7 +59,9 @@ class Problem:
     terms."""
     log_weights: Tensor | None = None
     """Logarithms of the sample weights [B], added to the logits of class-wise losses."""
-    smoothed: bool = False
+    has_weights: bool = False
+    """Whether the caller passed sample weights, whose logarithms may exceed 0."""
+    needs_total: bool = False
     """Whether sample-wise losses need the sum of a sample's similarities."""
 
 
@@ -67,10 +69,10 @@ class Parts(NamedTuple):
     """The output of an engine."""
 
     positive: Tensor
-    """Each sample's similarity to its own class [B]."""
+    """Each sample's similarity to its class [B]."""
     negatives: Tensor
     """By sample: the log-sum-exp over the other classes [B], -inf if there are none. By class:
     log(1 + Σ exp logit over the samples of other classes), summed over the classes with
     ``class_weight``, or [C] without."""
     total: Tensor | None
-    """The sum of a sample's similarities to all classes [B], if ``smoothed``."""
+    """The sum of a sample's similarities to all classes [B], if ``needs_total``."""

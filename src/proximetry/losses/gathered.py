@@ -44,7 +44,8 @@ class Gathered(nn.Module):
             labels = labels_tensor(embeddings, labels)
             if labels.shape[:1] != embeddings.shape[:1]:
                 got = list(labels.shape)
-                raise ValueError(f"{len(embeddings)} embeddings need as many labels, got {got}")
+                n = len(embeddings)
+                raise ValueError(f"labels must have shape [{n}], one per embedding; got {got}")
             if not labels.is_floating_point():
                 labels = labels.long()  # the same type on all ranks
             if weights is not None:

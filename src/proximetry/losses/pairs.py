@@ -173,9 +173,9 @@ class PairLoss(FullPrecision):
             self.miner = miner
             validate(f"loss {type(loss).__name__}", {"memory": _MEMORY}, settings)
         else:
-            declared = LOSS_SETTINGS[f"pairs/{loss}"]
-            values = {key: one.default for key, one in declared.items()}
-            values |= validate(f"loss 'pairs/{loss}'", declared, settings)
+            declarations = LOSS_SETTINGS[f"pairs/{loss}"]
+            values = {key: entry.default for key, entry in declarations.items()}
+            values |= validate(f"loss 'pairs/{loss}'", declarations, settings)
             values.pop("memory", None)
             self.loss, default_miner = PAIR_LOSSES[loss](pml, **values)
             self.miner = default_miner if miner is None else miner
@@ -197,12 +197,12 @@ class PairLoss(FullPrecision):
         """
         labels = validate_batch(embeddings, labels, self.dim)
         with torch.autocast(embeddings.device.type, enabled=False):
-            counted = labels != IGNORED
-            if not counted.all():
-                embeddings, labels = embeddings[counted], labels[counted]
+            is_counted = labels != IGNORED
+            if not is_counted.all():
+                embeddings, labels = embeddings[is_counted], labels[is_counted]
             if not len(labels):
                 return embeddings.float().sum()  # 0, with gradient 0
-            x, _ = rescale(embeddings.float())  # for its normalization, which would overflow
+            x, _ = rescale(embeddings.float())  # the loss normalizes x, which could overflow
             # Comparisons with NaN are false: the loss would skip such pairs.
             is_finite = torch.isfinite(x).all()
             x = x.nan_to_num(0.0, 0.0, 0.0)
@@ -218,13 +218,14 @@ class PairLoss(FullPrecision):
             return value.float().reshape(()).masked_fill(~is_finite, torch.nan)
 
     def _with_memory(self, x: Tensor, labels: Tensor, size: int, is_finite: Tensor) -> Tensor:
-        # The position of the queue is in attributes, which are not in the state dictionary. It
-        # follows from a buffer here.
+        # The position of the queue is in attributes, which are not in the state dictionary.
+        # Derive it from the buffer instead.
         queue: Any = self.loss
-        before, valid = torch.stack([self.remembered, is_finite.to(self.remembered)]).tolist()
+        state = torch.stack([self.remembered, is_finite.to(self.remembered)])
+        previous_count, valid = state.tolist()
         if not valid or not self.training:
             return _evaluate(queue.loss, queue.miner, x, labels)
-        queue.queue_idx, queue.has_been_filled = before % size, before >= size
+        queue.queue_idx, queue.has_been_filled = previous_count % size, previous_count >= size
         self.remembered += len(x)
         if len(x) <= size:
             return queue(x, labels)  # type: ignore[no-any-return]

@@ -162,7 +162,8 @@ class Proxies(FullPrecision):
                 raise ValueError(f"init must be {list(shape)}, got {list(init.shape)}")
         else:
             if len(init) != added:
-                raise ValueError(f"{added} new classes need examples each, got {len(init)} sets")
+                got = len(init)
+                raise ValueError(f"init must have one tensor per new class ({added}), got {got}")
             new = torch.stack([_cover(examples, *shape[1:], generator) for examples in init])
         directions = l2_normalize(new.float())[0]
         for valid, problem in (
@@ -302,7 +303,7 @@ def _encode_names(names: Sequence[str] | None, num_classes: int) -> Tensor:
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"class names must be a sequence of strings, got {names!r}")
     if len(names) != num_classes:
-        raise ValueError(f"{num_classes} classes need as many names, got {len(names)}")
+        raise ValueError(f"names must have {num_classes} entries, one per class; got {len(names)}")
     if len(set(names)) != len(names):
         raise ValueError(f"duplicate class name {Counter(names).most_common(1)[0][0]!r}")
     text = json.dumps(list(names), ensure_ascii=False)

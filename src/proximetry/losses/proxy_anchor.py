@@ -19,11 +19,11 @@ class _AnchorLogits:
     margin: float
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """−α(S − δ): large while the sample is far from its class."""
+        """Return −α(S − δ): large while the sample is far from its class."""
         return -self.alpha * (similarity - self.margin)
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
-        """α(S + δ): large while the sample is near another class."""
+        """Return scale and offset of α(S + δ): large while the sample is near another class."""
         return self.alpha, self.alpha * self.margin
 
 
@@ -68,7 +68,7 @@ class MPA(_MultiProxyAnchor, name="mpa"):
     )
 
     def negative_weight(self, present: Tensor) -> float | Tensor:
-        """1/|C⁻| for the classes of C⁻, 0 for the others."""
+        """Return 1/|C⁻| for the classes of C⁻, 0 for the others."""
         if self.negative_classes == "all":
             return super().negative_weight(present)
         absent = 1.0 - present

@@ -126,19 +126,19 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
 
 
 def validate(
-    owner: str, declared: Mapping[str, Setting], values: Mapping[str, Any]
+    owner: str, declarations: Mapping[str, Setting], values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the settings as stored; raise for unknown names and invalid values."""
     for name in values:
-        if name not in declared:
-            raise ValueError(_unknown_setting(owner, name, declared))
-    return {name: declared[name].check(name, value) for name, value in values.items()}
+        if name not in declarations:
+            raise ValueError(_unknown_setting(owner, name, declarations))
+    return {name: declarations[name].check(name, value) for name, value in values.items()}
 
 
-def _unknown_setting(owner: str, name: str, declared: Mapping[str, Setting]) -> str:
-    if not declared:
+def _unknown_setting(owner: str, name: str, declarations: Mapping[str, Setting]) -> str:
+    if not declarations:
         return f"{owner} has no settings, got {name!r}"
-    return f"{owner} has no setting {name!r}{suggest(name, declared)}"
+    return f"{owner} has no setting {name!r}{suggest(name, declarations)}"
 
 
 class FullPrecision(nn.Module):
@@ -213,19 +213,19 @@ class ConfigurableModule(FullPrecision):
     def settings(cls) -> dict[str, Setting]:
         """Return the settings by name, in the order of the constructor."""
         arguments = {name: cls._arguments[name] for name in cls.__signature__.parameters}
-        return {name: one for name, one in arguments.items() if one.default is not REQUIRED}
+        return {name: entry for name, entry in arguments.items() if entry.default is not REQUIRED}
 
     def extra_repr(self) -> str:
         """Return the settings, for ``print(loss)``."""
-        variable = [name for name, one in self.settings().items() if not one.is_constant]
+        variable = [name for name, entry in self.settings().items() if not entry.is_constant]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in variable)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        declared = self._arguments.get(name)
-        if declared is not None:
-            if declared.is_constant:
+        declaration = self._arguments.get(name)
+        if declaration is not None:
+            if declaration.is_constant:
                 raise AttributeError(f"{name} cannot be changed. Create another loss.")
-            value = declared.check(name, value)
+            value = declaration.check(name, value)
         elif name in self.optional_settings:
             raise AttributeError(_unknown_setting(type(self).__name__, name, self._arguments))
         super().__setattr__(name, value)

@@ -34,7 +34,7 @@ class ProxyNCA(ProxyLoss, name="proxy_nca"):
     temperature: float = setting(positive, "temperature T", default=1.0)
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
-        """2S/T."""
+        """Return scale and offset of 2S/T."""
         return 2.0 / self.temperature, 0.0
 
 
@@ -78,7 +78,7 @@ class ProxyNCAPlusPlus(_Softmax, name="proxy_nca_plus_plus"):
 
     @property
     def temperature(self) -> float:
-        """T, fixed or learned."""
+        """The temperature T, fixed or learned."""
         if self.log_temperature is None:
             return self._temperature
         return math.exp(self.log_temperature.item())
@@ -91,7 +91,7 @@ class ProxyNCAPlusPlus(_Softmax, name="proxy_nca_plus_plus"):
                 self.log_temperature.fill_(math.log(value))
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
-        """2S/T."""
+        """Return scale and offset of 2S/T."""
         if self.log_temperature is None:
             return 2.0 / self._temperature, 0.0
         return (2.0 * torch.exp(-self.log_temperature)).to(length.dtype).expand_as(length), 0.0
@@ -118,11 +118,11 @@ class SoftTriple(_Softmax, name="soft_triple"):
     tau: float = setting(non_negative, "weight τ of the intra-class term", default=0.2)
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """λ(S − δ)."""
+        """Return λ(S − δ)."""
         return self.scale * (similarity - self.margin)
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
-        """λS."""
+        """Return scale and offset of λS."""
         return self.scale, 0.0
 
 
@@ -141,7 +141,7 @@ class NormSoftmax(_Softmax, name="norm_softmax"):
     )
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
-        """λS."""
+        """Return scale and offset of λS."""
         return self.scale, 0.0
 
 
@@ -153,7 +153,7 @@ class CosFace(NormSoftmax, name="cosface"):
     margin: float = setting(finite, "margin m, in cosine", default=0.35)
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """λ(S − m)."""
+        """Return λ(S − m)."""
         return self.scale * (similarity - self.margin)
 
 
@@ -168,7 +168,7 @@ class ArcFace(CosFace, name="arcface"):
     margin: float = setting(angle, "margin m in **radians**", default=0.5)
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """λ cos(θ + m): computed without the arc cosine, whose slope is infinite at ±1."""
+        """Return λ cos(θ + m). The arc cosine is avoided: its slope is infinite at ±1."""
         cosine, sine = math.cos(self.margin), math.sin(self.margin)
         # 1 − s² would cancel near s = 1. With the clamp the slope at s = 1 is zero, not infinite.
         tiny = torch.finfo(similarity.dtype).tiny
@@ -180,8 +180,8 @@ class ArcFace(CosFace, name="arcface"):
 class SphereFace(_Softmax, name="sphereface"):
     """SphereFace (Liu et al. 2017): the angle to a sample's class is multiplied by ``margin``.
 
-    Embeddings are not normalized: logits ‖x‖ cos θ, and ‖x‖ (λ cos θ + ψ(θ)) / (1 + λ) for the own
-    class, with ψ(θ) = (−1)^k cos(mθ) − 2k on [kπ/m, (k+1)π/m], the monotone form of cos(mθ).
+    Embeddings are not normalized: logits ‖x‖ cos θ, and ‖x‖ (λ cos θ + ψ(θ)) / (1 + λ) for the
+    sample's class; ψ(θ) = (−1)^k cos(mθ) − 2k on [kπ/m, (k+1)π/m], the monotone form of cos(mθ).
     λ is annealed over the training steps t = 1, 2, …: max(λ_min, base · (1 + rate·t)^−power).
     """
 
@@ -223,12 +223,12 @@ class SphereFace(_Softmax, name="sphereface"):
         return loss
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """‖x‖(λ cos θ + ψ(θ))/(1 + λ)."""
+        """Return ‖x‖(λ cos θ + ψ(θ))/(1 + λ)."""
         lam = self.annealed_lambda().to(similarity.dtype)
         return length * (lam * similarity + self._psi(similarity)) / (1.0 + lam)
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
-        """‖x‖ cos θ."""
+        """Return scale and offset of ‖x‖ cos θ."""
         return length, 0.0
 
     def _psi(self, cosine: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
-"""The streamed engine: the numbers of the dense one, tile by tile over the classes.
+"""The streamed engine: the dense engine's result, computed in tiles of classes.
 
 Memory is O(batch · tile) beyond the proxies and their gradient, never batch × classes × K. For
 class-wise losses, forward also computes the gradients of each tile. For sample-wise losses, forward
 keeps a running log-sum-exp and backward visits the tiles again, unless there is one tile only. The
-similarities of the samples to their own class are computed from gathered proxies, outside the
+similarities of the samples to their class are computed from gathered proxies, outside the
 tiles, so that autograd handles any margin.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,16 +40,10 @@ def streamed(problem: Problem, tile: int | None = None) -> Parts:
     if tile is None:
         tile = max(1, by_device(problem.x.device, **TILE_ENTRIES) // (len(problem.x) * k))
     inputs = [problem.x, problem.proxies, problem.scale]
-    if not torch.is_grad_enabled():  # which autograd functions ignore
+    if not torch.is_grad_enabled():  # `needs_input_grad` ignores no_grad: detach
         inputs = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
     function = _ByClass if problem.form.by == "class" else _BySample
     return Parts(*function.apply(_Tiled(problem, min(tile, classes)), *inputs))  # type: ignore[no-untyped-call]
-
-
-class _Tile(NamedTuple):
-    classes: slice
-    rows: Tensor  # samples whose own class is in the tile
-    columns: Tensor  # and the index of that class
 
 
 class _Gradients(NamedTuple):
@@ -68,38 +62,32 @@ class _Tiled:
         self.reduction = problem.form.similarity, problem.gamma
         scale = problem.scale
         self.scale = scale.unsqueeze(1) if isinstance(scale, Tensor) else scale
-        self.offset = self.x.new_tensor(problem.offset)
-        self.class_weight, self.smoothed = problem.class_weight, problem.smoothed
+        # Filled on the device: a copy from the CPU would synchronize.
+        self.offset = self.x.new_full((), problem.offset)
+        self.class_weight, self.needs_total = problem.class_weight, problem.needs_total
         bound = abs(problem.offset) + (torch.inf if isinstance(scale, Tensor) else abs(scale))
+        self.is_bounded = bound < SAFE_EXPONENT
         if problem.log_weights is not None:
             self.offset = (problem.log_weights + self.offset).unsqueeze(1)
-            bound += max(0.0, problem.log_weights.amax().item())
-        self.bounded = bound < SAFE_EXPONENT
-        self.tiles = list(self._split(size))
+            self.is_bounded &= not problem.has_weights
+        self.tiles = list(chunks(len(self.proxies), size))
 
-    def _split(self, size: int) -> Iterator[_Tile]:
-        """Split the classes into tiles; sorting the labels once saves a search per tile."""
-        parts = list(chunks(len(self.proxies), size))
-        order = self.labels.argsort()
-        stops = torch.tensor([part.stop for part in parts], device=self.labels.device)
-        ends = torch.searchsorted(self.labels[order], stops).tolist()
-        for part, begin, end in zip(parts, [0, *ends], ends, strict=False):
-            rows = order[begin:end]
-            yield _Tile(part, rows, self.labels[rows] - part.start)
-
-    def logits(self, tile: _Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the negative logits [B, T] of a tile, -inf where the class is the sample's own.
+    def logits(self, tile: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the negative logits [B, T] of a tile, -inf where the class is the sample's.
 
         Also return the cosines [K, B, T], the similarities [B, T] and the inverse lengths [T, K]
         of the proxies.
         """
-        s, inverse = cosines(self.x, self.proxies[tile.classes])
+        s, inverse = cosines(self.x, self.proxies[tile])
         S = reduce_proxies(s, *self.reduction)
         if isinstance(self.scale, float):
             z = torch.add(self.offset, S, alpha=self.scale)
         else:
             z = (S * self.scale).add_(self.offset)
-        z[tile.rows, tile.columns] = -torch.inf
+        column, width = (self.labels - tile.start).unsqueeze(1), z.shape[1]
+        inside = (column >= 0) & (column < width)
+        column.clamp_(0, width - 1)
+        z.scatter_(1, column, z.gather(1, column).masked_fill(inside, -torch.inf))
         return z, s, S, inverse
 
     def empty_gradients(self, needs: Sequence[bool]) -> _Gradients:
@@ -111,8 +99,8 @@ class _Tiled:
 
     def add_tile(
         self,
-        into: _Gradients,
-        tile: _Tile,
+        gradients: _Gradients,
+        tile: slice,
         g: Tensor,
         s: Tensor,
         S: Tensor,
@@ -123,38 +111,38 @@ class _Tiled:
 
         ``direct`` [B] is the gradient of the sum of a sample's similarities.
         """
-        if into.scale is not None:
-            into.scale.add_((g * S).sum(1))
+        if gradients.scale is not None:
+            gradients.scale.add_((g * S).sum(1))
         g.mul_(self.scale)
         if direct is not None:
             g.add_(direct.unsqueeze(1))
         g = spread_gradient(g, s, S, *self.reduction)
         # d cos / dw = (x − cos · ŵ) / ‖w‖; the second part is one number per proxy.
         radial = s.mul_(g).sum(1).T.mul(inverse.square()).neg_().reshape(-1, 1)
-        w = self.proxies[tile.classes].flatten(0, 1)
+        w = self.proxies[tile].flatten(0, 1)
         g = g.permute(1, 2, 0).reshape(-1, len(w)).mul_(inverse.view(-1))  # [B, T·K]
-        if into.x is not None:
-            into.x.addmm_(g, w)
-        if into.proxies is not None:
-            out = into.proxies[tile.classes].view_as(w)
+        if gradients.x is not None:
+            gradients.x.addmm_(g, w)
+        if gradients.proxies is not None:
+            out = gradients.proxies[tile].view_as(w)
             torch.mul(w, radial, out=out)
             out.addmm_(g.T, self.x)
 
     def positive(self) -> Tensor:
-        """Return each sample's similarity to its own class [B]."""
+        """Return each sample's similarity to its class [B]."""
         return reduce_proxies(self._positives()[2], *self.reduction)
 
-    def add_positive(self, into: _Gradients, grad: Tensor) -> None:
-        """Add the gradients of the similarities to the own class."""
+    def add_positive(self, gradients: _Gradients, grad: Tensor) -> None:
+        """Add the gradients of the similarities to each sample's class."""
         w, inverse, s = self._positives()
         S = reduce_proxies(s, *self.reduction)
         g = spread_gradient(grad, s, S, *self.reduction) * inverse  # [K, B]
-        if into.x is not None:
-            into.x.add_(torch.einsum("kb,bkd->bd", g, w))
-        if into.proxies is not None:
+        if gradients.x is not None:
+            gradients.x.add_(torch.einsum("kb,bkd->bd", g, w))
+        if gradients.proxies is not None:
             pull = g.T.unsqueeze(2) * self.x.unsqueeze(1)
             pull -= (g * s * inverse).T.unsqueeze(2) * w
-            add_rows_(into.proxies, self.labels, pull)
+            add_rows_(gradients.proxies, self.labels, pull)
 
     def _positives(self) -> tuple[Tensor, Tensor, Tensor]:
         w = self.proxies[self.labels]  # [B, K, D]
@@ -176,8 +164,8 @@ def _dense_gradients(ctx: Any, *grads: Tensor | None) -> Any:
     needed = [value for value, is_needed in zip(inputs, needs, strict=True) if is_needed]
     with torch.autocast(problem.x.device.type, enabled=False):
         parts = zip(dense(problem), grads, strict=True)
-        outputs, seeds = zip(*(pair for pair in parts if pair[0] is not None), strict=True)
-        gradients = iter(torch.autograd.grad(outputs, needed, seeds, create_graph=True))
+        outputs, grad_outputs = zip(*(pair for pair in parts if pair[0] is not None), strict=True)
+        gradients = iter(torch.autograd.grad(outputs, needed, grad_outputs, create_graph=True))
     return None, *(next(gradients) if is_needed else None for is_needed in needs)
 
 
@@ -206,7 +194,7 @@ class _ByClass(torch.autograd.Function):
             if gradients is None:
                 needs = ctx.needs_input_grad[1:]
                 _, gradients = _class_pass(ctx.tiled, needs, grad_value if per_class else weight)
-            # On a GPU the comparison with 1 would wait for the device.
+            # On a GPU the comparison with 1 would synchronize.
             if not per_class and (grad_value.device.type != "cpu" or grad_value.item() != 1.0):
                 for gradient in gradients:
                     if gradient is not None:
@@ -223,16 +211,16 @@ def _class_pass(
     gradients = tiled.empty_gradients(needs)
     for tile in tiled.tiles:
         z, *parts = tiled.logits(tile)
-        if tiled.bounded:
+        if tiled.is_bounded:
             e, shift = z.exp_(), value.new_zeros(())
         else:
             shift = z.amax(0).clamp_(min=0.0)
             e = z.sub_(shift).exp_()
         total = e.sum(0)
-        weight = class_weight[tile.classes] if isinstance(class_weight, Tensor) else class_weight
+        weight = class_weight[tile] if isinstance(class_weight, Tensor) else class_weight
         term = log1p_sum_exp(total, shift)
         if terms is not None:
-            terms[tile.classes] = term
+            terms[tile] = term
         value += (term * weight).sum()
         if any(needs):
             g = e.mul_(weight / (total + torch.exp(-shift)))
@@ -247,17 +235,17 @@ class _BySample(torch.autograd.Function):
     def forward(ctx: Any, tiled: _Tiled, *inputs: Any) -> Parts:
         x = tiled.x
         floor = torch.finfo(x.dtype).min  # instead of -inf, since -inf − (-inf) is NaN
-        shift = x.new_full((len(x), 1), 0.0 if tiled.bounded else floor)
+        shift = x.new_full((len(x), 1), 0.0 if tiled.is_bounded else floor)
         total = x.new_zeros(len(x), 1)
-        sum_similarity = x.new_zeros(len(x)) if tiled.smoothed else None
+        sum_similarity = x.new_zeros(len(x)) if tiled.needs_total else None
         ctx.only_tile = None
         for tile in tiled.tiles:
             z, *parts = tiled.logits(tile)
             if len(tiled.tiles) == 1 and any(ctx.needs_input_grad):
-                ctx.only_tile = (z.clone() if tiled.bounded else z, *parts)
+                ctx.only_tile = (z.clone() if tiled.is_bounded else z, *parts)
             if sum_similarity is not None:
                 sum_similarity += parts[1].sum(1)
-            if tiled.bounded:
+            if tiled.is_bounded:
                 total += z.exp_().sum(1, keepdim=True)
             else:
                 peak = torch.maximum(shift, z.amax(1, keepdim=True))

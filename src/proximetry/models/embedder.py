@@ -256,7 +256,7 @@ class Embedder(nn.Module):
             return batch
         if stage == "pixels":
             batch = self.preprocessing.normalize(batch)
-        batch = batch.to(next(self.parameters(), batch).dtype)  # of a half-precision network
+        batch = batch.to(next(self.parameters(), batch).dtype)  # match a half-precision network
         pooled = self._pooled(batch)
         if self.training:
             return pooled
@@ -289,7 +289,7 @@ class Embedder(nn.Module):
         if self.architecture.layer_norm:
             features = F.layer_norm(features, features.shape[-1:])
         vectors: Tensor = self.head(features)
-        # Norms and losses need float32, also after a half-precision network.
+        # Norms and losses need float32, even if the network is half precision.
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
         return l2_normalize(vectors)[0] if normalize and self.architecture.normalize else vectors
 
@@ -359,7 +359,7 @@ class Embedder(nn.Module):
             batch_size=batch_size,
             concat_flip=concat_flip,
             on_error=on_error,
-            explain_nonfinite=lambda: why_not_finite(self),
+            explain_nonfinite=lambda: explain_nonfinite(self),
             progress=progress,
         ):
             results.append(vectors)
@@ -581,7 +581,7 @@ def _probe_custom(module: nn.Module, preprocessing: Input) -> int:
     try:
         with evaluation_mode(module), preserve_rng_state():
             output = module(batch)
-    except Exception as error:  # of a custom network
+    except Exception as error:  # any error of the custom network
         reason = shorten(" ".join(str(error).split()), 300)
         raise ValueError(f"{call}, raises {type(error).__name__}: {reason}") from error
     is_tensor = isinstance(output, Tensor)
@@ -597,10 +597,11 @@ def versions() -> dict[str, str]:
     return {"proximetry": __version__, "torch": torch.__version__, "timm": load_timm().__version__}
 
 
-def why_not_finite(embedder: Embedder) -> str:
+def explain_nonfinite(embedder: Embedder) -> str:
     """Explain why vectors of an embedder are not finite."""
     state = embedder.state_dict()  # integers are finite
     names = [name for name, value in state.items() if not torch.isfinite(value).all()]
     if names:
-        return f"so have its weights {join_first(names)}. Train again with a smaller learning rate."
-    return "its weights are finite, so an activation overflows or the input is not finite."
+        weights = join_first(names)
+        return f"the weights {weights} are not finite. Train again with a smaller learning rate."
+    return "the weights are finite, so an activation overflows or the input is not finite."

@@ -105,9 +105,9 @@ def _translate_errors(repo_id: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         reason = shorten(" ".join(str(error).split()), 300)
         raise UsageError(f"the hub rejected {repo_id}: {reason}. {_LOGIN}") from error
-    except (OSError, ValueError):  # of this package, or of the client about the model card
+    except (OSError, ValueError):  # raised by this package, or by the client for the model card
         raise
-    except Exception as error:  # of the network
+    except Exception as error:  # network error
         raise ConnectionError(f"{weights.offline_reason()} for {repo_id}: {error}") from error
 
 
@@ -117,7 +117,7 @@ def make_card(embedder: Embedder, repo_id: str, license: str | None) -> str:
     recipe, metrics = embedder.recipe, embedder.metrics or {}
     name = _recipe(recipe, "data", "dataset")
     dataset = "a folder of images" if name in ("", "folder") else name
-    figures = list(_figures(metrics))
+    metric_rows = list(_metric_rows(metrics))
     results = [
         EvalResult(
             task_type=TASK,
@@ -130,7 +130,7 @@ def make_card(embedder: Embedder, repo_id: str, license: str | None) -> str:
             metric_name=metric,
             metric_value=value,
         )
-        for split, part, metric, value in figures
+        for split, part, metric, value in metric_rows
     ]
     front = ModelCardData(
         license=license,
@@ -140,9 +140,9 @@ def make_card(embedder: Embedder, repo_id: str, license: str | None) -> str:
         model_name=repo_id.rpartition("/")[2] if results else None,
         eval_results=results or None,
     )
-    measured = f"Measured on {dataset}; metrics are fractions." if figures else "Not measured."
+    measured = f"Measured on {dataset}; metrics are fractions." if metric_rows else "Not measured."
     evaluation = [("images", "metric", "value")]
-    for split, part, metric, value in figures:
+    for split, part, metric, value in metric_rows:
         images = ", ".join(filter(None, (_SPLITS.get(split, split), part)))
         evaluation.append((images, metric, f"{value:.4f}"))
     training = {
@@ -201,14 +201,14 @@ def _table(rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([lines[0], "|---" * (lines[0].count("|") - 1) + "|", *lines[1:]])
 
 
-def _figures(
+def _metric_rows(
     metrics: Mapping[str, Any], split: str = "", part: str = ""
 ) -> Iterator[tuple[str, str, str, float]]:
     """Yield split, part of the split, name and value of every metric."""
     for name, value in metrics.items():
         if isinstance(value, Mapping):
             deeper = f"{part} {name}".strip() if split else ""
-            yield from _figures(value, split or str(name), deeper)
+            yield from _metric_rows(value, split or str(name), deeper)
         elif name in _COUNTS or isinstance(value, bool):
             continue
         elif isinstance(value, Real) and isfinite(value):

@@ -15,10 +15,10 @@ from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write, check_writable
 from proximetry._util.imports import import_optional
 from proximetry.models.backbones import evaluation_mode
-from proximetry.models.embedder import Embedder, versions, why_not_finite
+from proximetry.models.embedder import Embedder, explain_nonfinite, versions
 
 MAX_DIFFERENCE = 1e-4  # from torch, relative to the largest value
-MIN_OPSET = 18  # which torch writes and converts to newer ones
+MIN_OPSET = 18  # torch exports this opset and converts it to newer ones
 
 
 class _FromPixels(nn.Module):
@@ -52,7 +52,7 @@ def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
             expected = network(sample).cpu()
         if not torch.isfinite(expected).all():
             raise ValueError(
-                f"the embedder returns NaN or infinite values: {why_not_finite(embedder)}"
+                f"the embedder returns NaN or infinite values: {explain_nonfinite(embedder)}"
             )
         model = _export(network, sample[:2], opset)
     onnx.helper.set_model_props(model, _metadata(embedder))
@@ -117,7 +117,7 @@ def _export(network: nn.Module, sample: Tensor, opset: int) -> Any:
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the exporter's internals
+            warnings.simplefilter("ignore")  # about the exporter's internals
             program = torch.onnx.export(
                 network,
                 (sample,),
@@ -129,7 +129,7 @@ def _export(network: nn.Module, sample: Tensor, opset: int) -> Any:
                 verbose=False,
             )
             return program.model_proto  # type: ignore[union-attr]
-    except Exception as error:  # with long messages
+    except Exception as error:  # any error; messages are long
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"torch {torch.__version__} cannot export this network at opset {opset}: {reason}"

@@ -32,7 +32,7 @@ def second_moments(vectors: Tensor) -> Tensor:
     return torch.mm(extended.t(), extended)
 
 
-def moments_of_few(
+def regularized_moments(
     moments: Tensor, embedder: Embedder, centered: bool = False, prior: float = _PRIOR
 ) -> Tensor:
     """Return regularized second moments of fewer vectors than dimensions.

@@ -89,7 +89,7 @@ def load_weights(
     if choice == "hub":
         try:
             path, origin = _hub_file(name)
-        except Exception as error:  # of the hub's client or the network
+        except Exception as error:  # error of the hub's client or the network
             reason = shorten(" ".join(str(error).split()), 300)
             raise WeightsError(f"no weights for {name}: {reason}. {_choices(name)}") from error
         return _load(model, name, read_tensors(path), path, "hub", origin), {}
@@ -167,7 +167,7 @@ def download(repo_id: str, file: str, revision: str | None, limit: float = inf) 
         size = get_hf_file_metadata(url, timeout=TIMEOUT).size
     except HfHubHTTPError:
         raise
-    except Exception as error:  # of the network, or of HF_HUB_OFFLINE
+    except Exception as error:  # network error, or HF_HUB_OFFLINE
         try:
             return Path(hf_hub_download(repo_id, file, revision=revision, local_files_only=True))
         except LocalEntryNotFoundError:
@@ -206,11 +206,11 @@ def _load(
             short = _PREFIX.sub("", short, count=1)
         if short in state:
             tensors[short] = tensors.pop(key)
-    # It renames the tensors of the authors' files and resamples position embeddings.
+    # timm's filter renames the tensors of the authors' files and resamples position embeddings.
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     try:
         tensors = convert(tensors, model) if convert else tensors
-    except Exception as error:  # for tensors of another network
+    except Exception as error:  # the tensors are of another network
         raise WeightsError(f"{path} does not fit {name}: {shorten(str(error), 200)}") from error
     loaded, problems = {}, []
     for key, target in state.items():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from proximetry._util.formatting import first_few, pluralize, readable_seconds, readable_size
+from proximetry._util.formatting import pluralize, readable_seconds, readable_size, truncate_lines
 from proximetry.data.images import ImageError
 from proximetry.data.loader import decode, parallel_map
 from proximetry.data.pixel_cache import Bad, cache_home, describe_copies, raise_unreadable
@@ -248,7 +248,7 @@ def describe(document: dict[str, Any]) -> str:
     if document["decoded"]:
         counts.append(f"{pluralize(document['decoded'], 'image')} decoded to check them")
         skipped = [f"skipped {reason}" for reason in document["skipped"]]
-        counts += first_few(skipped, "the document of --json")
+        counts += truncate_lines(skipped, "the document of --json")
     missing, seconds = cache["missing_bytes"], document["seconds"]
     size = readable_size(missing) if missing else "nothing"
     storage = [f"{size} to decode, {readable_size(cache['free_bytes'])} free"]

@@ -25,12 +25,12 @@ from proximetry.kernels.cuda_graphs import GraphedInference
 from proximetry.metrics import Evaluation, Metrics, evaluate
 from proximetry.models import Embedder, evaluation_mode
 from proximetry.models.constants import Similarity
-from proximetry.models.embedder import extract_features, why_not_finite
+from proximetry.models.embedder import explain_nonfinite, extract_features
 from proximetry.models.encoding import OnError
 from proximetry.models.lora import merge_lora, merged_copy
 from proximetry.models.pca import (
-    moments_of_few,
     principal_axes,
+    regularized_moments,
     second_moments,
     subtract_mean,
     with_pca,
@@ -395,7 +395,7 @@ class Evaluator:
         if self.world.size > 1:
             dist.all_reduce(moments)
         if len(self.data.rows["train"]) < dim:
-            moments = moments_of_few(moments, self.embedder, about_mean)
+            moments = regularized_moments(moments, self.embedder, about_mean)
         fit = partial(principal_axes, moments, dim, about_mean, model.whitening)
         axes = self.world.on_main(lambda: fit().cpu())
         return with_pca(self.embedder, axes.to(self.world.device)), selected
@@ -437,5 +437,5 @@ class Evaluator:
         bad = [*chain.from_iterable(self.world.gather(bad))]
         raise RunError(
             f"the embeddings of {len(bad)} images are not finite ({join_first(bad, 2)}): "
-            f"{why_not_finite(embedder)}"
+            f"{explain_nonfinite(embedder)}"
         )

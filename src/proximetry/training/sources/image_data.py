@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proximetry._util.formatting import first_few, format_int, join_first, readable_size
+from proximetry._util.formatting import format_int, join_first, readable_size, truncate_lines
 from proximetry._util.machine import available_memory, torch_pool
 from proximetry._util.tensors import chunks
 from proximetry.data import Catalog, CenterCrop, PixelCache
@@ -178,7 +178,7 @@ class ImageData(TrainingData):
         skipped, before = [f"skipped {path}: {why}" for path, why in bad], self.notes
         self.split(without(self.catalog, bad), skipped)
         new_notes = [note for note in self.notes if note not in {*before, *skipped}]
-        for note in [*first_few(skipped, "results.json"), *new_notes]:
+        for note in [*truncate_lines(skipped, "results.json"), *new_notes]:
             self._display.message(note)
 
     def _loader(self, size: Size) -> ImageLoader:
