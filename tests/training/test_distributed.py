@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from proximetry import losses
-from proximetry.losses.gathered import gather_with_gradient as gather
+from proximetry.losses.gathered_loss import gather_with_gradient as gather
 from proximetry.training.distributed import average_gradients, join_processes, process_group
 world = join_processes("cpu")
 torch.manual_seed(0)

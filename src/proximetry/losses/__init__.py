@@ -9,7 +9,7 @@ Regularizers are modules over the proxies and can be added to any loss.
 
 from proximetry.losses.base import LOSSES, ProxyLoss, create
 from proximetry.losses.form import LossForm
-from proximetry.losses.gathered import Gathered, gathered
+from proximetry.losses.gathered_loss import Gathered, gathered
 from proximetry.losses.pairs import PAIR_LOSSES, PairLoss
 from proximetry.losses.proxies import Proxies, parameter_groups
 from proximetry.losses.proxy_anchor import MPA, MPAAP, MPADW, ProxyAnchor

@@ -13,7 +13,7 @@ from proximetry import losses
 from proximetry._util.errors import UsageError
 from proximetry._util.tensors import chunks
 from proximetry.kernels.cuda_graphs import GraphedNetwork
-from proximetry.losses.gathered import gather_with_gradient
+from proximetry.losses.gathered_loss import gather_with_gradient
 from proximetry.models import Embedder
 from proximetry.models.embedder import Stage
 from proximetry.recipe.loading import RecipeError
