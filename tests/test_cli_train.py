@@ -77,7 +77,7 @@ def test_train_needs_only_images(call, home):
     recipe = Recipe.load("runs/flowers/recipe.yaml")
     assert recipe.data.root == str(home / "flowers")
     out = call(home / "flowers", *small())
-    assert "runs/flowers is complete already" in out
+    assert "runs/flowers is already complete" in out
 
 
 def test_run_folder_depends_on_images_and_recipe(call, home):
@@ -103,7 +103,7 @@ def test_recipe_of_another_device_is_resumed_or_replaced(call, home):
     call(*words, "--recipe", "default")
     out = call(*words)
     assert "run in mine: recipe default (" in out
-    assert "mine is complete already" in out
+    assert "mine is already complete" in out
     assert "recipe default-cpu" in call(*words, "--fresh")
 
 
@@ -133,7 +133,7 @@ def test_run_resumes_with_its_own_recipe(call, home, way):
     assert "run in mine: recipe" in out
     assert "(small_convnet, 24 px)" in out
     assert "optimizer.lr 0.0002" in out, "which differs from the recipe"
-    assert "is complete already" in out
+    assert "is already complete" in out
     out = call(*words, "--training.epochs", "2", *more)
     assert "extended from 1 to 2 epochs" in out
     err = call(*words, "--optimizer.lr", "0.5", *more, code=1)
@@ -310,7 +310,7 @@ def test_crop_size_and_pooling_adapt_to_a_transformer(call, home, more):
     assert "training crops of 32×32 instead of 16: vit_tiny_patch16_224 takes one size" in out
     assert "pooling token instead of gem" in out
     if not more:
-        assert "is complete already" in call(*words)
+        assert "is already complete" in call(*words)
         assert Embedder.load("runs/flowers/embedder").architecture.pooling == "token"
 
 
@@ -356,7 +356,7 @@ def test_dry_run_reports_the_state_of_the_run(call, home):
     words = [home / "flowers", *small(training_epochs=2)]
     call(*words)
     result = json.loads(call(*words, "--dry-run", "--json"))
-    assert result["folder"]["state"] == "complete already"
+    assert result["folder"]["state"] == "already complete"
     assert result["seconds"] == {"decoding": 0, "training": 0, "evaluation": 0}
     assert result["decoded"] == 0, "there is nothing left to decode them for"
     longer = [home / "flowers", *small(training_epochs=3), "--dry-run", "--json"]

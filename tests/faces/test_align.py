@@ -16,7 +16,7 @@ from PIL import Image
 from proximetry import cli
 from proximetry.data import Catalog
 from proximetry.faces import Alignment, Detector, Faces, align_folder, similarity, template, warp
-from proximetry.faces.align import COLUMNS, ambiguous_paths, choose, output_name
+from proximetry.faces.align import COLUMNS, ambiguous_paths, choose_faces, output_name
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -174,9 +174,9 @@ def test_changed_and_missing_images(images, tmp_path, detector):
 def test_keep_largest_center_all(images, tmp_path, detector):
     boxes = np.array([[0, 0, 20, 20], [60, 60, 90, 80], [45, 45, 60, 55]], np.float32)
     faces = Faces(np.array([0.9, 0.8, 0.7], np.float32), boxes, np.zeros((3, 5, 2), np.float32))
-    assert choose(faces, "largest", (100, 100, 3)) == [1]
-    assert choose(faces, "center", (100, 100, 3)) == [2]
-    assert choose(faces, "all", (100, 100, 3)) == [1, 0, 2]
+    assert choose_faces(faces, "largest", (100, 100, 3)) == [1]
+    assert choose_faces(faces, "center", (100, 100, 3)) == [2]
+    assert choose_faces(faces, "all", (100, 100, 3)) == [1, 0, 2]
     align_folder(images, tmp_path / "out", detector=detector, keep="center")
     rows = [row for row in table(tmp_path / "out") if row["path"] == "person0/two.png"]
     assert [row["kept"] for row in rows] == ["no", "yes"]

@@ -86,7 +86,7 @@ def test_distractors_as_images_and_as_vectors_agree(call, folder):
         assert document["trials"] == 30
         for key in ("rank", "cmc", "tar_at_far", "impostor_pairs"):
             assert document[key] == found["distractors"][key]
-        assert ("alone" in document["views"]) == (name == "plain.npy")
+        assert ("image only" in document["views"]) == (name == "plain.npy")
         assert any("not probes: lonely" in note for note in document["notes"])
 
 

@@ -53,14 +53,14 @@ def test_folder_of_few_classes_trains(tmp_path, cache, capsys, classes, alone):
     results = train(recipe, tmp_path / "run", display=PlainDisplay())
     embedder = Embedder.load(tmp_path / "run" / "embedder")
     assert results["epochs"] == 2
-    few = f"{classes} training classes are too few to hold some out: trained on all of them, "
+    few = f"{classes} training classes are too few to hold some out. "
     printed = capsys.readouterr().out
     if classes < 10:
         assert results["protocol"] == "last"
         assert "untrained" not in results, "there is nothing to evaluate it on"
         assert results["selected"] == {"epoch": 2}
         assert len(embedder.class_names) == classes
-        assert f"{few}the last epoch is saved" in results["notes"]
+        assert f"{few}Training uses all classes and saves the last epoch" in results["notes"]
         assert "training.stop_after 6 has no effect" in printed
         assert few in printed
         return

@@ -236,7 +236,7 @@ class TestBroken:
         file.write_bytes(whole)
         messages = Messages()
         train(own, tmp_path / "run", device="cpu", display=messages)
-        assert "continuing after step 2 (epoch 0)" in messages.lines
+        assert "resuming after step 2 (epoch 0)" in messages.lines
         assert_same_run(tmp_path / "run", tmp_path / "whole")
 
     def test_damaged_image_in_evaluation_is_reported(self, own, tmp_path):

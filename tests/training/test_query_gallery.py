@@ -16,10 +16,10 @@ from proximetry.models import Embedder
 from proximetry.training import train
 from proximetry.training.evaluation_inputs import (
     check_comparison,
+    drop_unused_roles,
     evaluation_arguments,
-    with_needed_roles,
 )
-from proximetry.training.evaluator import evaluate_embedder, means, score_queries
+from proximetry.training.evaluator import average_scores, evaluate_embedder, score_queries
 from tests.metrics import brute
 from tests.metrics.test_evaluation import CUTOFFS, EVERYTHING
 from tests.training.ranks import RUN, Ranks
@@ -80,7 +80,7 @@ def test_scores_and_confusions_equal_brute_force(count, classes, mixture, simila
         return
     check_comparison(catalog, EVERYTHING)
     expected, without = brute.evaluate(list(lists.values()), labels[list(lists)], labels, CUTOFFS)
-    catalog = with_needed_roles(catalog)
+    catalog = drop_unused_roles(catalog)
     scored = score_queries(torch.from_numpy(vectors), catalog, similarity, EVERYTHING)
     document = describe(
         scored,
@@ -89,7 +89,7 @@ def test_scores_and_confusions_equal_brute_force(count, classes, mixture, simila
         confusions=100,
     )
     scores = document["metrics"]
-    assert scores == means(scored)
+    assert scores == average_scores(scored)
     assert scores["queries"] == len(lists) - without
     assert {name: scores[name] for name in expected} == pytest.approx(expected, abs=1e-12)
     by_class = Counter(f"class {labels[i]}" for i, hits in found.items() if any(hits))
@@ -202,6 +202,6 @@ def test_unmeasurable_catalogs_are_rejected(labels, roles, computed, message):
 )
 def test_trivial_recall_is_noted(roles, trivial):
     first, *notes = check_comparison(make_catalog("aaaaa", roles), Metrics())
-    assert first.endswith("all images are of one class")
+    assert first.startswith("all images are of one class")
     assert [note.partition(" ")[0] for note in notes] == [f"recall@{k}" for k in trivial]
     assert all("100 % for any embedder" in note for note in notes)

@@ -231,7 +231,7 @@ def test_last_and_selected_epoch_has_one_row(protocol, row):
         ),
         ("held_out", "nmi", {}, "3 is saved, selected by held-out nmi, not by the test set"),
         ("held_out", "nmi", {"first_stage": {"epoch": 3}}, "the second stage"),
-        ("last", "map@r", {}, "epoch 3 is saved, the last one; nothing was selected"),
+        ("last", "map@r", {}, "the last epoch (3) is saved; no epoch was selected"),
         ("paper", "map@r", {}, "selected by test MAP@R"),
     ],
 )

@@ -140,7 +140,7 @@ def test_best_checkpoint_is_a_link_to_the_last_one(recipe, tmp_path, monkeypatch
     observed(monkeypatch, [0.5])
     train(with_(recipe, "training", epochs=1, keep_checkpoint_every=1), tmp_path / "run")
     run = RunFolder(tmp_path / "run")
-    for path in (run.best, run.of_epoch(1)):
+    for path in (run.best, run.epoch_checkpoint(1)):
         assert path.samefile(run.last) == links
         assert path.read_bytes() == run.last.read_bytes()
 
@@ -175,7 +175,7 @@ def test_run_without_checkpoint_starts_again(recipe, tmp_path):
         killed_at(step, recipe, tmp_path / "run")
     messages = Messages()
     train(recipe, tmp_path / "run", display=messages)
-    assert f"no checkpoint in {tmp_path / 'run'} yet: starting again" in messages.lines
+    assert f"no checkpoint in {tmp_path / 'run'}: starting from the beginning" in messages.lines
     assert [line["epoch"] for line in RunFolder(tmp_path / "run").history()] == [1, 2, 3]
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 

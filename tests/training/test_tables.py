@@ -48,7 +48,7 @@ def test_queries_without_positives_are_counted(counts, message):
     }
     last = metrics_table(rows).splitlines()[-1]
     if message:
-        assert last == f"{message} have no other image of their class and do not count"
+        assert last == f"{message} without another image of their class are excluded"
     else:
         assert last.startswith("row 1")
 

@@ -552,7 +552,7 @@ def test_freeze_backbone_epochs(images, cache, tmp_path):
         training={"epochs": 3, "keep_checkpoint_every": 1},
     )
     train(recipe, tmp_path / "run")
-    epochs = [load_file(RunFolder(tmp_path / "run").of_epoch(e)) for e in (1, 2, 3)]
+    epochs = [load_file(RunFolder(tmp_path / "run").epoch_checkpoint(e)) for e in (1, 2, 3)]
     weight, head = "embedder.backbone.layers.0.weight", "embedder.head.weight"
     assert torch.equal(epochs[0][weight], epochs[1][weight])
     assert not torch.equal(epochs[1][weight], epochs[2][weight])

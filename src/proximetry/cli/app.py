@@ -79,7 +79,7 @@ def _show_default(value: Any) -> str | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return 0 for success, 1 for a failure, 2 for a usage error, 130 if stopped."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
-    if tokens in (["--version"], ["-V"]):  # without the extra
+    if tokens in (["--version"], ["-V"]):  # works without cyclopts
         print(f"proximetry {__version__}")
         return 0
     try:

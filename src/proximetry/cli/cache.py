@@ -57,8 +57,8 @@ def clean(
 
     Args:
         names: names that `proximetry cache list` prints, or unique prefixes of them.
-        unused_for: remove caches that were not used for this time: 12h, 30d, 8w.
-        keep: remove the least recently used caches until this size is left: 500MB, 20GB.
+        unused_for: remove caches unused for at least this long: 12h, 30d, 8w.
+        keep: remove the least recently used until the total is at most this size: 500MB, 20GB.
         dry_run: only print what would be removed.
     """
     from proximetry.data.caches import list_caches, list_leftovers, remove_cache

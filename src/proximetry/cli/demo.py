@@ -43,15 +43,15 @@ def demo(*, out: Path | None = None, seed: int = 0) -> None:
     folder = out or next(path for path in numbered if not path.exists())
     recipe = Recipe.load("glyphs", {"training.seed": seed})
     catalog = glyphs()
-    test, seen = catalog.filter(split="test"), catalog.filter(split="train")
+    test, train_catalog = catalog.filter(split="test"), catalog.filter(split="train")
     display.message(
-        f"Glyphs: {len(seen)} images of {len(seen.class_names)} characters to train on, "
-        f"{len(test)} images of {len(test.class_names)} others to retrieve."
+        f"Glyphs: {len(train_catalog)} images of {len(train_catalog.class_names)} characters to "
+        f"train on, {len(test)} images of {len(test.class_names)} others to retrieve."
     )
     results = train(recipe, folder, display=display)
     embedder = Embedder.load(folder)
     files = [test.file(row) for row in range(len(test))]
-    # Raw pixels as vectors are the baseline: ink counts, paper does not.
+    # Raw pixels as vectors are the baseline, inverted, so that the background is 0.
     raw = np.stack([255.0 - embedder.preprocessing.pixels(file)[0].flatten() for file in files])
     rows = {
         "raw pixels": evaluate(raw.astype(np.float32), np.asarray(test.labels)).mean(),
@@ -67,9 +67,9 @@ def demo(*, out: Path | None = None, seed: int = 0) -> None:
     gain = 100 * (rows["trained embedder"]["recall@1"] - rows["raw pixels"]["recall@1"])
     display.message(
         f"\nCharacters not seen in training, in percent:\n\n{metrics_table(rows, COLUMNS)}\n\n"
-        f"recall@1 rose by {gain:.1f} points over raw pixels, "
-        f"{time.monotonic() - started:.0f} s in all. The epoch was selected on characters held "
-        f"out of training.\n\n" + "\n".join(lines) + f"\n\nNext:\n{serve}"
+        f"recall@1 is {gain:.1f} points higher than with raw pixels "
+        f"({time.monotonic() - started:.0f} s in total). The epoch was selected on held-out "
+        f"characters.\n\n" + "\n".join(lines) + f"\n\nNext:\n{serve}"
         f"  proximetry train IMAGES    your own folder of class folders\n"
         f"  proximetry recipes         the shipped recipes\n"
         f"  proximetry evaluate {folder} glyphs\n"

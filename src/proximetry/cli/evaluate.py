@@ -127,11 +127,11 @@ def evaluate(
         if model is not None:
             notes += evaluator.leakage_warnings(model, catalog)
         codes = model is not None and model.architecture.binary
-        compared = evaluation_inputs.with_needed_roles(catalog)
+        role_catalog = evaluation_inputs.drop_unused_roles(catalog)
         scored = evaluator.score_queries(
-            vectors, compared, similarity, metrics, eval_dims, binary=codes, progress=report
+            vectors, role_catalog, similarity, metrics, eval_dims, binary=codes, progress=report
         )
-        arguments = evaluation_inputs.evaluation_arguments(vectors, compared, similarity)
+        arguments = evaluation_inputs.evaluation_arguments(vectors, role_catalog, similarity)
         rows = make_rows(
             next(iter(scored.values())),
             arguments,
@@ -177,7 +177,7 @@ def _check_vectors(file: Path) -> None:
 
 def describe(
     queries: "Mapping[int | str, Evaluation]",
-    compared: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     *,
     per_class: bool,
     confusions: int,
@@ -185,11 +185,11 @@ def describe(
     """Return the metrics with confidence intervals, and optionally classes and confusions."""
     from proximetry.metrics import retrieve
     from proximetry.metrics.intervals import INTERVALS
-    from proximetry.training.evaluator import means
+    from proximetry.training.evaluator import average_scores
 
     whole = next(iter(queries.values()))
     document: dict[str, Any] = {
-        "metrics": means(queries),
+        "metrics": average_scores(queries),
         "intervals": {name: [one.low, one.high] for name, one in whole.bootstrap().items()},
         "interval_method": INTERVALS,
     }
@@ -212,7 +212,7 @@ def describe(
     if confusions:
         document["confusions"] = [
             {"query": str(query), "nearest": str(other), "count": count}
-            for query, other, count in retrieve(**compared, k=1).confusions()[:confusions]
+            for query, other, count in retrieve(**arguments, k=1).confusions()[:confusions]
         ]
     return document
 

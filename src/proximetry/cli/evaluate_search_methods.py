@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 def make_rows(
     plain: Evaluation,
-    compared: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     metrics: Metrics,
     progress: Progress,
     *,
@@ -28,7 +28,7 @@ def make_rows(
     rerank: bool,
 ) -> list[Row]:
     """Return a row for each search method, plain search first; none if there is only that."""
-    similarity, count = compared["similarity"], candidates(MIN_K)
+    similarity, count = arguments["similarity"], candidates(MIN_K)
     signs = "sign of each dimension (bit 1 if positive), nothing fitted to these images"
     expansion = (
         f"query expansion with {expand} neighbors (α = {ALPHA:g}), without the query, then "
@@ -36,15 +36,15 @@ def make_rows(
     )
     reranking = (
         f"the {RERANKED} nearest images ordered by k-reciprocal distance (k1 = {K1}, k2 = {K2}, "
-        f"λ = {WEIGHT}) among these and the query, all others behind them"
+        f"λ = {WEIGHT}) among these and the query, all others after them"
     )
-    # Name, protocol and arguments of `evaluate`.
+    # Name, protocol and additional arguments of `evaluate`.
     methods: list[tuple[str, str, dict[str, Any]]] = []
     if binary:
-        hamming = f"{signs}; Hamming distance, exact, equal distances by index"
+        hamming = f"{signs}; Hamming distance, exact, ties broken by index"
         ordered = (
             f"{signs}; the {count} nearest by Hamming distance ordered by the {similarity} of "
-            "their vectors, all others behind them"
+            "their vectors, all others after them"
         )
         methods.append(("binary codes, Hamming distance", hamming, {"binary": True}))
         both = {"binary": True, "candidates": count}
@@ -59,24 +59,24 @@ def make_rows(
         methods.append(("expansion, then re-ranking", f"{expansion}; then {reranking}", both))
     if not methods:
         return []
-    options: Any = {**compared, "metrics": metrics.of_lists(), "progress": progress}
+    options: Any = {**arguments, "metrics": metrics.of_lists(), "progress": progress}
     protocol = f"float32 vectors, {similarity}, exact"
-    rows = [_row(f"vectors, {similarity}", protocol, plain, compared)]
-    for name, protocol, arguments in methods:
-        rows.append(_row(name, protocol, evaluate(**options, **arguments), compared))
+    rows = [_row(f"vectors, {similarity}", protocol, plain, arguments)]
+    for name, protocol, extra in methods:
+        rows.append(_row(name, protocol, evaluate(**options, **extra), arguments))
     if binary:
-        dim = compared["embeddings"].shape[1]
+        dim = arguments["embeddings"].shape[1]
         vector, code = 4 * dim, -(-dim // 8)
         for row, size in zip(rows, (vector, code, vector + code), strict=False):
             row["bytes_per_image"] = size
     return rows
 
 
-def _row(name: str, protocol: str, evaluation: Evaluation, compared: Mapping[str, Any]) -> Row:
-    images = f"{format_int(len(compared['embeddings']))} images"
+def _row(name: str, protocol: str, evaluation: Evaluation, arguments: Mapping[str, Any]) -> Row:
+    images = f"{format_int(len(arguments['embeddings']))} images"
     pairs = f"each of {images} against all others"
-    if "queries" in compared:
-        pairs = f"{format_int(len(compared['queries']))} queries against a gallery of {images}"
+    if "queries" in arguments:
+        pairs = f"{format_int(len(arguments['queries']))} queries against a gallery of {images}"
     means = {key: value for key, value in evaluation.mean().items() if key not in evaluation.whole}
     return {"name": name, "protocol": f"{pairs}; {protocol}", "metrics": means}
 
@@ -88,6 +88,6 @@ def as_text(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         size = row.get("bytes_per_image")
         cost = "" if size is None else f"; {size} bytes per image"
-        lines.append(wrap(f"{row['name']}: {row['protocol']}{cost}", then="  "))
+        lines.append(wrap(f"{row['name']}: {row['protocol']}{cost}", subsequent_indent="  "))
     table = metrics_table({row["name"]: row["metrics"] for row in rows}, columns)
     return [table, "\n".join(lines)]

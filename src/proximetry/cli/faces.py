@@ -116,8 +116,8 @@ def verify(
     the others), AUC, EER, and TAR at FAR.
 
     Args:
-        images: folder with <person>/<person>_0001.jpg (any image extension), as LFW comes and
-            `proximetry faces align` writes; of videos with <person>/<video>/<frames>.
+        images: folder with <person>/<person>_0001.jpg (any image extension), the layout of LFW and
+            of `proximetry faces align`; for videos <person>/<video>/<frames>.
         pairs: LFW's pairs.txt, YTF's splits.txt, or CSV: image,image,same[,fold].
         roc: draw the ROC curve to this file, .svg.
     """

@@ -1,4 +1,4 @@
-"""Inputs of commands: embedders, galleries, and images by the words of the command line."""
+"""Inputs of commands: embedders, galleries, and the images named on the command line."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

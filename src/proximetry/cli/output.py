@@ -74,13 +74,13 @@ def progress_bar(title: str, *, enabled: bool = True) -> Iterator[Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def wrap(text: str, first: str = "", then: str = "") -> str:
+def wrap(text: str, initial_indent: str = "", subsequent_indent: str = "") -> str:
     """Wrap a text to the width of the terminal, or 80 columns, between words."""
     return textwrap.fill(
         text,
         shutil.get_terminal_size().columns,
-        initial_indent=first,
-        subsequent_indent=then,
+        initial_indent=initial_indent,
+        subsequent_indent=subsequent_indent,
         break_long_words=False,
         break_on_hyphens=False,
     )

@@ -25,7 +25,7 @@ def report(
         data: the images to evaluate on, if not those of the run or if these have moved: a folder
             of class folders, a CSV or Parquet table (with the columns of the run unless --columns
             is given), a tar file, or a dataset that `proximetry datasets` lists.
-        root: the folder of such a dataset; without --data of that of the run.
+        root: folder of that dataset, or without --data of the run's dataset.
     """
     if not runs:
         raise UsageError("RUNS is missing. Pass one run folder, or several to compare.")

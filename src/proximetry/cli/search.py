@@ -37,7 +37,7 @@ def search(
         k: number of results per query.
         model: the run or embedder that built the gallery; needed on Milvus, which stores none.
         where: search only images with this value in a column, such as label=jay or split=test;
-            repeat it for several columns, or for alternative values of one column.
+            repeat it for several columns; several values of one column are combined with OR.
         expand: query expansion with this number of neighbors.
         rerank: reorder the nearest images by k-reciprocal re-ranking.
         sheet: also write a contact sheet: a self-contained .html page, or a .png.

@@ -30,12 +30,12 @@ from proximetry.recipe.loading import (
 )
 from proximetry.recipe.schema import AUTO, Recipe, Section, recipe_keys
 
-ON_GPU, ON_CPU, FOR_VECTORS = "default", "default-cpu", "vectors"
+GPU_RECIPE, CPU_RECIPE, VECTORS_RECIPE = "default", "default-cpu", "vectors"
 RUNS = Path("runs")
 
 
 def _read_value(kind: Any, tokens: tuple[Token, ...], *, as_text: bool = False) -> Any:
-    """Read words as YAML, which the recipe validates, or a word as text; null is None."""
+    """Parse option values as YAML (the recipe validates them) or as text; null is None."""
     if as_text:
         return None if tokens[0].value == "null" else tokens[0].value
     values = []
@@ -114,14 +114,14 @@ def train(
     as_json: AsJson = False,
     overrides: RecipeOptions = {},  # noqa: B006
 ) -> None:
-    """Train an embedder on your images or by a recipe, or resume an interrupted run.
+    """Train an embedder on your images or from a recipe, or resume an interrupted run.
 
     Every key of the recipe can be overridden, as in: --optimizer.lr 2e-4 --training.epochs 30
 
     Args:
         images: a folder of class folders, a table (.csv, .parquet), a tar file, or a dataset's
             name; or vectors instead of images (.npz, .npy, .parquet, as `proximetry embed` writes
-            them); or a recipe, shipped or a YAML file, that names them or gets --data.root.
+            them); or a recipe (shipped name or YAML file) with a dataset; --data.root is its path.
         out: folder of the run; a run in it is resumed with its own recipe. Default: below runs/,
             named after the images or the recipe.
         recipe: for your images: a shipped recipe's name or a YAML file (see: proximetry recipes);
@@ -143,14 +143,14 @@ def train(
     from proximetry.training.dry_run import dry_run as estimate
     from proximetry.training.reporting import make_display
 
-    leads = os.environ.get("RANK", "0") == "0"  # one of several processes prints
+    is_main = os.environ.get("RANK", "0") == "0"  # only rank 0 prints
     display = make_display(sys.stderr if as_json else None)
-    for line in plan.lines if leads else ():
+    for line in plan.lines if is_main else ():
         display.message(line)
     start = estimate if dry_run else run
     results = start(plan.recipe, plan.out, device=device, resume=not fresh, display=display)
     text = describe(results) if dry_run else summary(results, plan)
-    if leads:
+    if is_main:
         document = results if dry_run else {"folder": str(plan.out), **results}
         print_result(as_json, document, text)
 
@@ -171,7 +171,7 @@ def make_plan(
     device: str | None,
     fresh: bool = False,
 ) -> Plan:
-    """Choose the recipe and the run folder for the words of a command.
+    """Choose the recipe and the run folder from the arguments of `proximetry train`.
 
     A run in the folder is resumed with its own recipe, in which overrides are then applied,
     unless it will be removed (``fresh``).
@@ -189,14 +189,14 @@ def make_plan(
         changes = merge(changes, {"data": {"dataset": dataset, "root": root}}, whole=False)
         images = Path(os.path.abspath(root or dataset))
         name = images.stem if images.is_file() else images.name
-        recipe_name = recipe_name or (FOR_VECTORS if dataset == "vectors" else None)
+        recipe_name = recipe_name or (VECTORS_RECIPE if dataset == "vectors" else None)
     defaults: tuple[str, ...] = ()
     if recipe_name is None:
         from proximetry._util.machine import resolve_device  # torch: wrong paths come before
 
-        recipe_name, defaults = ON_GPU, (ON_GPU, ON_CPU)
+        recipe_name, defaults = GPU_RECIPE, (GPU_RECIPE, CPU_RECIPE)
         if resolve_device(device).type != "cuda":
-            recipe_name, reason = ON_CPU, "on the CPU: " if device else "no CUDA device: "
+            recipe_name, reason = CPU_RECIPE, "on the CPU: " if device else "no CUDA device: "
     recipe = Recipe.load(recipe_name, changes)
     names = defaults or (recipe.name,)
     from proximetry.training.run_folder import RunFolder
@@ -206,8 +206,8 @@ def make_plan(
         lines.append(f"run folder {out}")
     saved = None if fresh else RunFolder(out).read_recipe()
     if saved is None or saved.name not in names:
-        if defaults and recipe_name == ON_CPU:
-            lines.insert(0, f"use --recipe {ON_GPU} on a GPU")
+        if defaults and recipe_name == CPU_RECIPE:
+            lines.insert(0, f"use --recipe {GPU_RECIPE} on a GPU")
         lines += resets(plain_values(recipe_name), changes)
     else:
         if saved.name != recipe.name:  # the default of another device
@@ -308,20 +308,20 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
         if "first_stage" in results:
             message = (
                 f"The second stage was not measured: it trained on all classes, and {reason}; the "
-                f"figures of the first are in {_short(plan.out / FIRST_STAGE / 'results.json')}."
+                f"first stage's metrics are in {_short(plan.out / FIRST_STAGE / 'results.json')}."
             )
         table = wrap(f"{message} Evaluate the embedder on images of other classes.")
     folder = plan.out / SECOND_STAGE if recipe.training.two_stages else plan.out
     run, images = _short(plan.out), _short(Path(data.root or "IMAGES"))
     pairs = ",".join(f"{field}={column}" for field, column in data.columns.items())
-    reading = f" --columns {shlex.quote(pairs)}" if pairs else ""
-    reading += " --bad-images skip" if data.bad_images == "skip" else ""
-    tested = "OTHER_IMAGES"
+    data_options = f" --columns {shlex.quote(pairs)}" if pairs else ""
+    data_options += " --bad-images skip" if data.bad_images == "skip" else ""
+    test_source = "OTHER_IMAGES"
     if "test" in results["selected"]:
-        tested = data.dataset if data.root is None else f"{data.dataset} --root {images}"
+        test_source = data.dataset if data.root is None else f"{data.dataset} --root {images}"
         if data.root is not None and resolve_source(data.root)[0] == data.dataset:
-            tested = images
-        tested += reading
+            test_source = images
+        test_source += data_options
     return "\n".join(
         [
             table,
@@ -332,8 +332,8 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
             "",
             "Next:",
             f"  proximetry report {run}",
-            f"  proximetry evaluate {run} {tested}",
-            f"  proximetry embed {run} {images} --out embeddings.npz{reading}",
+            f"  proximetry evaluate {run} {test_source}",
+            f"  proximetry embed {run} {images} --out embeddings.npz{data_options}",
             f"  proximetry export {run} {shlex.quote(f'{plan.out.name}.onnx')}",
         ]
     )

@@ -87,8 +87,8 @@ def align_folder(
     for name, value, choices in (("size", size, get_args(Size)), ("keep", keep, get_args(Keep))):
         if value not in choices:
             raise UsageError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-    source, home = Path(folder), Path(out)
-    paths = _find_images(source, home, log)
+    source, out_folder = Path(folder), Path(out)
+    paths = _find_images(source, out_folder, log)
     if _is_aligned(source, paths, size):
         raise UsageError(f"all images in {source} are {size} already. Use them without aligning.")
     file, package = (Path(detector), "") if detector is not None else find_detector()
@@ -97,10 +97,11 @@ def align_folder(
     digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     settings = {"folder": str(source.resolve()), "size": size, "keep": keep}
     settings["detector"] = f"{file.name} ({digest})"
-    align = partial(_align_images, source, home, model, size, keep, ambiguous_paths(paths, keep))
+    ambiguous = ambiguous_paths(paths, keep)
+    align = partial(_align_images, source, out_folder, model, size, keep, ambiguous)
     workers = min(cores(), MAX_WORKERS) + 1  # one more, while others wait for the disk
-    with _open_journal(home, settings) as journal, ThreadPoolExecutor(workers) as pool:
-        finished = _finished_images(journal, source, home, paths)
+    with _open_journal(out_folder, settings) as journal, ThreadPoolExecutor(workers) as pool:
+        finished = _finished_images(journal, source, out_folder, paths)
         remaining, done = [path for path in paths if path not in finished], len(finished)
         # The pool queues all its tasks, so it gets a few thousand images at a time.
         for group in chunks(len(remaining), 256 * workers * BATCH):
@@ -111,7 +112,7 @@ def align_folder(
                 done += len(records)
                 if progress is not None:
                     progress(done, len(paths))
-        return _write_report(journal, home, paths)
+        return _write_report(journal, out_folder, paths)
 
 
 def _find_images(folder: Path, out: Path, log: Log) -> list[str]:
@@ -169,7 +170,7 @@ def output_name(path: str, rank: int, ambiguous: set[str]) -> str:
     return f"{stem}{f'.face{rank + 1}' if rank else ''}.png"
 
 
-def choose(faces: Faces, keep: Keep, shape: Sequence[int]) -> list[int]:
+def choose_faces(faces: Faces, keep: Keep, shape: Sequence[int]) -> list[int]:
     """Return the rows of the faces of an image [height, width, …] to keep, best first."""
     low, high = faces.boxes[:, :2].astype(np.float64), faces.boxes[:, 2:].astype(np.float64)
     if keep == "center":
@@ -202,8 +203,8 @@ def _align_images(
         outputs = [""] * len(faces)
         # Rounded first, so that the report has the numbers that the face was warped with.
         scores = faces.scores.astype(np.float64).round(4)
-        boxes, points = (of.astype(np.float64).round(2) for of in (faces.boxes, faces.points))
-        for rank, row in enumerate(choose(faces, keep, image.shape)):
+        boxes, points = (array.astype(np.float64).round(2) for array in (faces.boxes, faces.points))
+        for rank, row in enumerate(choose_faces(faces, keep, image.shape)):
             matrix = similarity(points[row], template(size))
             if matrix is not None:
                 outputs[row] = output_name(path, rank, ambiguous)
@@ -216,9 +217,9 @@ def _align_images(
         if not any(outputs):
             status, reason = "no face", "the five points coincide" if len(faces) else ""
         rows[path] = [] if len(faces) else [_without_face(path, status, reason)]
-        for output, score, box, five in zip(outputs, scores, boxes, points, strict=True):
+        for output, score, box, key_points in zip(outputs, scores, boxes, points, strict=True):
             start = [path, status, len(faces), "yes" if output else "no", score.item()]
-            rows[path].append([*start, *box.tolist(), *five.ravel().tolist(), output, reason])
+            rows[path].append([*start, *box.tolist(), *key_points.ravel().tolist(), output, reason])
     return [
         (os.fsencode(path), stamp, json.dumps(rows[path]))
         for path, stamp in zip(paths, stamps, strict=True)
@@ -239,19 +240,19 @@ def _stamp(file: Path) -> str:
 
 
 @contextmanager
-def _open_journal(home: Path, settings: dict[str, str]) -> Iterator[sqlite3.Connection]:
+def _open_journal(out_folder: Path, settings: dict[str, str]) -> Iterator[sqlite3.Connection]:
     """Open the journal of a folder that is new, empty, or was written with the same settings."""
-    existing = next(path for path in (home, *home.absolute().parents) if path.exists())
+    existing = next(path for path in (out_folder, *out_folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise UsageError(f"{existing} is a file. Choose another output folder.")
-    names = sorted(path.name for path in home.iterdir()) if existing == home else []
+    names = sorted(path.name for path in out_folder.iterdir()) if existing == out_folder else []
     if names and JOURNAL not in names:
         raise UsageError(
-            f"{home} is not empty and was not written by `faces align`: {join_first(names, 3)}. "
-            "Choose another folder."
+            f"{out_folder} is not empty and was not written by `faces align`: "
+            f"{join_first(names, 3)}. Choose another folder."
         )
-    home.mkdir(parents=True, exist_ok=True)
-    with closing(sqlite3.connect(home / JOURNAL, timeout=0)) as journal:
+    out_folder.mkdir(parents=True, exist_ok=True)
+    with closing(sqlite3.connect(out_folder / JOURNAL, timeout=0)) as journal:
         try:
             journal.execute("PRAGMA locking_mode = EXCLUSIVE")  # until it is closed
             journal.execute("CREATE TABLE IF NOT EXISTS settings (name PRIMARY KEY, value)")
@@ -267,27 +268,27 @@ def _open_journal(home: Path, settings: dict[str, str]) -> Iterator[sqlite3.Conn
             ]
             if changes:
                 raise UsageError(
-                    f"{home} was written with other settings: {', '.join(changes)}. Choose another "
-                    "folder, or the same settings."
+                    f"{out_folder} was written with other settings: {', '.join(changes)}. Choose "
+                    "another folder, or the same settings."
                 )
-            for leftover in filter(final_name, home.rglob(".*")):
+            for leftover in filter(final_name, out_folder.rglob(".*")):
                 leftover.unlink(missing_ok=True)
             yield journal
         except sqlite3.Error as error:
             raise ValueError(
-                f"{home / JOURNAL}: {error}. Wait for other processes that write to {home}, or "
-                "choose another folder."
+                f"{out_folder / JOURNAL}: {error}. Wait for other processes that write to "
+                f"{out_folder}, or choose another folder."
             ) from error
 
 
 def _finished_images(
-    journal: sqlite3.Connection, folder: Path, home: Path, paths: Sequence[str]
+    journal: sqlite3.Connection, folder: Path, out_folder: Path, paths: Sequence[str]
 ) -> set[str]:
     """Return the finished images; remove the faces of images that changed or miss a face."""
     finished, stale = set[str](), dict[str, list[Path]]()
     for name, stamp, rows in journal.execute("SELECT path, stamp, rows FROM aligned"):
         path, (first, *others) = os.fsdecode(name), json.loads(rows)
-        outputs = [home / row[OUTPUT] for row in (first, *others) if row[OUTPUT]]
+        outputs = [out_folder / row[OUTPUT] for row in (first, *others) if row[OUTPUT]]
         # A power failure may leave empty files.
         complete = all(output.is_file() and output.stat().st_size for output in outputs)
         if complete and first[STATUS] != "unreadable" and stamp == _stamp(folder / path):
@@ -296,7 +297,7 @@ def _finished_images(
             stale[path] = outputs
     if missing := sorted((finished | stale.keys()).difference(paths)):
         raise UsageError(
-            f"{home} has the faces of {len(missing)} images that are no longer in {folder}: "
+            f"{out_folder} has the faces of {len(missing)} images that are no longer in {folder}: "
             f"{join_first(missing, 3)}. Restore them, or choose another output folder."
         )
     for path, outputs in stale.items():
@@ -307,11 +308,11 @@ def _finished_images(
     return finished
 
 
-def _write_report(journal: sqlite3.Connection, home: Path, paths: Sequence[str]) -> Alignment:
+def _write_report(journal: sqlite3.Connection, out_folder: Path, paths: Sequence[str]) -> Alignment:
     """Write the list of all images and faces, and return the counts."""
     count: Counter[str] = Counter()
     with (
-        atomic_path(home / REPORT) as report,
+        atomic_path(out_folder / REPORT) as report,
         report.open("w", encoding="utf-8", errors="surrogateescape", newline="") as text,
     ):
         table = csv.writer(text, lineterminator="\n")
@@ -320,11 +321,11 @@ def _write_report(journal: sqlite3.Connection, home: Path, paths: Sequence[str])
             query = "SELECT rows FROM aligned WHERE path = ?"
             rows = json.loads(journal.execute(query, [os.fsencode(path)]).fetchone()[0])
             table.writerows(rows)
-            faces = sum(bool(row[OUTPUT]) for row in rows)
-            count.update({rows[0][STATUS]: 1, "several": len(rows) > 1, "faces": faces})
+            n_faces = sum(bool(row[OUTPUT]) for row in rows)
+            count.update({rows[0][STATUS]: 1, "several": len(rows) > 1, "faces": n_faces})
     return Alignment(
-        out=home,
-        report=home / REPORT,
+        out=out_folder,
+        report=out_folder / REPORT,
         images=len(paths),
         faces=count["faces"],
         several=count["several"],

@@ -192,8 +192,8 @@ def decode(outputs: Sequence[Sequence[Floats]], width: int) -> Floats:
         row, column = np.divmod(anchors // ANCHORS, width // stride)
         center = np.stack([column, row], 1).astype(np.float32) * stride
         low, high = boxes[anchors, :2] * stride, boxes[anchors, 2:] * stride
-        five = np.tile(center, 5) + points[anchors] * stride
-        parts.append(np.concatenate([scores[anchors], center - low, center + high, five], 1))
+        key_points = np.tile(center, 5) + points[anchors] * stride
+        parts.append(np.concatenate([scores[anchors], center - low, center + high, key_points], 1))
     return _select(np.concatenate(parts))
 
 

@@ -49,7 +49,7 @@ class FileEmbedder:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
 
-    def pooled(
+    def sum_by_owner(
         self, files: Sequence[str], owners: Sequence[int], progress: Progress | None
     ) -> Tensor:
         """Return the sum of the unit vectors of each owner's images, [owners, …], float64.

@@ -185,7 +185,7 @@ def identify_people(
                 "the distractors with the same embedder."
             )
         if width != both:
-            views, concat_flip = "the image alone, as the distractors are", False
+            views, concat_flip = "the image only, like the distractors", False
     faces = FileEmbedder(embedder, concat_flip, batch_size, bad_images, group)
     total = len(people.files) + len(distractors)
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -194,7 +194,7 @@ def identify_people(
         if progress is not None:  # all processes advance alike
             progress(min(total, before + done * size), total)
 
-    pooled = faces.pooled(people.files, range(len(people.files)), lambda done, _: report(0, done))
+    sums = faces.sum_by_owner(people.files, range(len(people.files)), lambda n, _: report(0, n))
     readable = [row for row, file in enumerate(people.files) if file not in faces.unreadable]
     counts = Counter(people.labels[row] for row in readable)
     rows = [row for row in readable if counts[people.labels[row]] > 1]
@@ -202,7 +202,7 @@ def identify_people(
         raise ValueError("no person has two readable images")
     count = len(distractors)
     result = identify(
-        pooled[rows].to(embedder.device),
+        sums[rows].to(embedder.device),
         [people.labels[row] for row in rows],
         distractors=distractors[count * rank // size : count * (rank + 1) // size]
         if isinstance(distractors, np.ndarray)

@@ -102,14 +102,14 @@ def verify_pairs(
     templates = protocol.templates
     files = [file for images in templates.values() for file in images]
     owners = [owner for owner, images in enumerate(templates.values()) for _ in images]
-    pooled = faces.pooled(files, owners, progress)
+    sums = faces.sum_by_owner(files, owners, progress)
     readable = protocol.without(faces.unreadable)
     row = {name: index for index, name in enumerate(templates)}
     fold = {name: index for index, name in enumerate(readable.fold_names)}
     same = np.array([pair.same for pair in readable.pairs])
     different = int((~same).sum())
     result = verify(
-        pair_similarities(pooled, [[row[pair.first], row[pair.second]] for pair in readable.pairs]),
+        pair_similarities(sums, [[row[pair.first], row[pair.second]] for pair in readable.pairs]),
         same,
         folds=[fold[name] for name in readable.folds],
         far=[10.0**-k for k in range(1, max(2, len(str(different))))],

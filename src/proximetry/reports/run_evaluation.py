@@ -25,13 +25,13 @@ from proximetry.metrics import Evaluation, Interval, RetrievalResult, retrieve
 from proximetry.metrics.scores import COUNTS
 from proximetry.models import Embedder
 from proximetry.reports.run_record import RunRecord
+from proximetry.training import evaluator
 from proximetry.training.evaluation_inputs import (
     check_comparison,
     choose_split,
+    drop_unused_roles,
     evaluation_arguments,
-    with_needed_roles,
 )
-from proximetry.training.evaluator import encode_readable, leakage_warnings, means, score_queries
 from proximetry.training.sources.training_data import open_catalog, split_rows
 
 Rows = npt.NDArray[np.int64]
@@ -169,14 +169,14 @@ def evaluate_run(
     catalog, split, train, notes = _evaluated_images(record, embedder, catalog, source)
     notes += check_comparison(catalog, settings.metrics)
     if vectors is None:
-        vectors, catalog, bad = encode_readable(embedder, catalog, progress=progress)
+        vectors, catalog, bad = evaluator.encode_readable(embedder, catalog, progress=progress)
         if bad:
             notes.append(f"{len(bad)} images cannot be read and are skipped: {join_first(bad, 3)}")
             check_comparison(catalog, settings.metrics)
-    catalog = with_needed_roles(catalog)
+    catalog = drop_unused_roles(catalog)
     similarity = embedder.architecture.similarity
     dims = [dim for dim in settings.eval_dims if dim < embedder.dim]
-    scored = score_queries(
+    scored = evaluator.score_queries(
         vectors,
         catalog,
         similarity,
@@ -185,7 +185,7 @@ def evaluate_run(
         binary=embedder.architecture.binary,
         progress=progress,
     )
-    scores = means(scored)
+    scores = evaluator.average_scores(scored)
     before = record.selected.get(split, {})
     changed = [
         f"{name} {100 * before[name]:.2f} → {100 * scores[name]:.2f}"
@@ -254,4 +254,5 @@ def _evaluated_images(
     images_of_split, split = choose_split(catalog, None, source or str(catalog.root))
     images = f"{format_int(len(images_of_split))} images in {catalog.root} (split {split})"
     note = f"evaluated on {images}, not on those of the run"
-    return images_of_split, split, None, [note, *leakage_warnings(embedder, images_of_split)]
+    notes = [note, *evaluator.leakage_warnings(embedder, images_of_split)]
+    return images_of_split, split, None, notes

@@ -120,7 +120,7 @@ def _metrics_table(
     queries = f"{format_int(int(all_scores[-1]['queries']))} queries"
     if all_scores[-1].get("queries_without_positive"):
         without = format_int(int(all_scores[-1]["queries_without_positive"]))
-        queries += f"; {without} more have no other image of their class and do not count"
+        queries += f"; {without} queries without another image of their class are excluded"
     head = ["metric", *columns, *["95 % interval"] * bool(intervals)]
     return f"{caption}: {queries}", head, rows
 

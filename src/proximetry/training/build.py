@@ -1,4 +1,4 @@
-"""`build`: everything a run consists of, made from its recipe."""
+"""`build`: construct a `Run` from its recipe."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _TRAINING_KEYS = {
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a run gets besides its recipe and its folder."""
+    """Processes, display, callbacks and custom components of a run."""
 
     world: World
     display: Display = field(default_factory=Display)
@@ -73,7 +73,10 @@ def build(
 ) -> Run:
     """Build all parts of a run, which also validates the recipe; write nothing to the folder.
 
-    Without ``open_cache``, no image is decoded, and the data have no batches.
+    Recipes are resolved in this order: `RunFolder.resolve` has replaced ``auto`` by the values of a
+    saved run; `fit_crop_size` returns a copy for the data, which read no ``auto`` key; `choose`
+    replaces the other ``auto`` values, and the run keeps its result.
+    With ``open_cache=False`` no image is decoded and `batches` is unusable.
     """
     clock, world, report = Stopwatch(), context.world, context.display.message
     if recipe.training.wandb:
@@ -96,7 +99,7 @@ def build(
     elif recipe.model.freeze_backbone:
         data.stage = "features"
     on_cuda = world.device.type == "cuda"
-    if on_cuda:  # no slower here, and the same in every run
+    if on_cuda:  # deterministic kernels are as fast for these networks
         torch.backends.cudnn.deterministic = True
         embedder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     graph = bool(recipe.training.cuda_graph) and on_cuda
@@ -115,7 +118,7 @@ def build(
         on_graph_failure=on_graph_failure,
         stage=data.stage,
     )
-    evaluated = embedder if updater.average is None else updater.average
+    evaluated_embedder = embedder if updater.average is None else updater.average
     initial = [group["lr"] for group in updater.optimizer.param_groups]
     return Run(
         recipe=recipe,
@@ -123,7 +126,7 @@ def build(
         world=world,
         data=data,
         updater=updater,
-        evaluator=Evaluator(recipe, evaluated, data, graph, on_graph_failure),
+        evaluator=Evaluator(recipe, evaluated_embedder, data, graph, on_graph_failure),
         rates=LearningRates(recipe.schedule, recipe.training.epochs, initial),
         clock=clock,
         state=TrainState(
@@ -170,19 +173,20 @@ def make_data(recipe: Recipe, context: RunContext) -> tuple[Embedder, TrainingDa
         embedder.keep_frozen()
         _apply_training_keys(embedder, recipe.model, display.message)
     embedder.to(world.device)
-    recipe = fit_crop_size(recipe, embedder, display.message)
-    check_network(recipe, embedder)
+    data_recipe = fit_crop_size(recipe, embedder, display.message)
+    check_network(data_recipe, embedder)
     if isinstance(source, TorchDatasets):
-        return embedder, TorchDatasetData(recipe, source, catalog, embedder, world, display=display)
+        data = TorchDatasetData(data_recipe, source, catalog, embedder, world, display=display)
+        return embedder, data
     if isinstance(catalog, VectorCatalog):
         if embedder.takes_images:
             raise UsageError(f"the embedder takes images, but {catalog.root} contains vectors")
-        return embedder, VectorData(recipe, catalog, world, display)
-    return embedder, ImageData(recipe, embedder.preprocessing, world, display, catalog)
+        return embedder, VectorData(data_recipe, catalog, world, display)
+    return embedder, ImageData(data_recipe, embedder.preprocessing, world, display, catalog)
 
 
 def make_embedder(
-    m: ModelConfig,
+    config: ModelConfig,
     similarity: Similarity = "cosine",
     report: Report = lambda line: None,
     input_dim: int | None = None,
@@ -192,8 +196,8 @@ def make_embedder(
     Transformers pool their tokens and ignore `model.pooling`. Networks for vectors have no pooling
     and take vectors of ``input_dim`` dimensions.
     """
-    options: dict[str, Any] = m.model_dump(exclude=_TRAINING_KEYS) | {"similarity": similarity}
-    if m.backbone in VECTOR_BACKBONES:
+    options: dict[str, Any] = config.model_dump(exclude=_TRAINING_KEYS) | {"similarity": similarity}
+    if config.backbone in VECTOR_BACKBONES:
         options |= {"input_dim": input_dim, "pooling": "auto"}
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always", UserWarning)
@@ -201,23 +205,23 @@ def make_embedder(
             embedder = Embedder.create(**options)
         except NoFeatureMapError as error:
             embedder = Embedder.create(**options | {"pooling": "auto"})
-            report(f"pooling {embedder.architecture.pooling} instead of {m.pooling}: {error}")
+            report(f"pooling {embedder.architecture.pooling} instead of {config.pooling}: {error}")
     for note in notes:
         report(str(note.message))
-    if m.weights == "auto" and embedder.takes_images:
+    if config.weights == "auto" and embedder.takes_images:
         report(f"weights: {embedder.weights.source}, {embedder.weights.origin}")
-    _apply_training_keys(embedder, m, report)
+    _apply_training_keys(embedder, config, report)
     return embedder
 
 
-def _apply_training_keys(embedder: Embedder, m: ModelConfig, report: Report) -> None:
+def _apply_training_keys(embedder: Embedder, config: ModelConfig, report: Report) -> None:
     """Freeze batch norm, add LoRA and stochastic depth as set in the recipe."""
-    if m.freeze_batchnorm:
+    if config.freeze_batchnorm:
         freeze_batchnorm(embedder)
-    if m.lora_rank is not None and not embedder.is_custom:  # which `check_network` rejects
-        add_lora(embedder, m.lora_rank, m.lora_alpha)
+    if config.lora_rank and not embedder.is_custom:  # `check_network` rejects custom networks
+        add_lora(embedder, config.lora_rank, config.lora_alpha)
     name = embedder.architecture.backbone
-    if m.drop_path and not set_drop_path(embedder.backbone, name, m.drop_path):
+    if config.drop_path and not set_drop_path(embedder.backbone, name, config.drop_path):
         # No error: the recipe may be for other networks.
         report(f"no stochastic depth: {name} has no timm blocks")
 
@@ -241,7 +245,7 @@ def check_network(recipe: Recipe, embedder: Embedder) -> None:
 
 
 def fit_crop_size(recipe: Recipe, embedder: Embedder, report: Report = lambda line: None) -> Recipe:
-    """Return the recipe without its `data.crop_size` if the network takes images of one size.
+    """Return the recipe for the data: no `data.crop_size` if the network takes images of one size.
 
     The recipe of the run keeps it, so that the same recipe resumes the run.
     """
@@ -257,27 +261,27 @@ def fit_crop_size(recipe: Recipe, embedder: Embedder, report: Report = lambda li
 
 
 def make_optimizer(
-    o: OptimizerConfig, embedder: Embedder, objective: Objective
+    config: OptimizerConfig, embedder: Embedder, objective: Objective
 ) -> torch.optim.Optimizer:
     """Make the optimizer with a learning rate for each part."""
     groups = parameter_groups(
         embedder,
         objective,
-        lr=o.lr,
-        head_lr_multiplier=o.head_multiplier,
-        proxy_lr_multiplier=o.proxy_multiplier,
-        layer_decay=o.layer_decay,
+        lr=config.lr,
+        head_lr_multiplier=config.head_multiplier,
+        proxy_lr_multiplier=config.proxy_multiplier,
+        layer_decay=config.layer_decay,
         require_proxies=False,
     )
     for group in groups:
-        if group["name"] == "loss" and objective.learns_as_proxies:
-            group["lr"] = o.lr * o.proxy_multiplier
+        if group["name"] == "loss" and objective.uses_proxy_lr:
+            group["lr"] = config.lr * config.proxy_multiplier
     if not groups:
         raise RunError("nothing to train: the model has no parameters and the loss no proxies")
     # One launch for all parameters on a GPU; the default on the CPU.
     fused = True if all(p.is_cuda for group in groups for p in group["params"]) else None
-    shared: Any = {"weight_decay": o.weight_decay, "fused": fused}
-    if o.name == "sgd":
-        return torch.optim.SGD(groups, momentum=o.momentum, **shared)
-    kind = torch.optim.AdamW if o.name == "adamw" else torch.optim.Adam
-    return kind(groups, eps=o.eps, **shared)
+    shared: Any = {"weight_decay": config.weight_decay, "fused": fused}
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, momentum=config.momentum, **shared)
+    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    return kind(groups, eps=config.eps, **shared)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Called by the loop on every process; every method is optional.
+    """Base class of callbacks; the loop calls its methods on every process.
 
     Pass callbacks to ``train(callbacks=[...])``: objects of this class, or of any other with some
     of these methods. `Run` holds the recipe, the embedder, the state and the rest.
@@ -24,22 +24,22 @@ class Callback:
     """
 
     def on_start(self, run: "Run") -> None:
-        """Before the first step; the state of a resumed run is restored."""
+        """Handle the start, before the first step; the state of a resumed run is restored."""
 
     def on_untrained(self, run: "Run", line: dict[str, Any]) -> None:
-        """After the evaluation of the untrained embedder; ``line`` has epoch 0 and no loss."""
+        """Handle the untrained embedder's evaluation; ``line`` has epoch 0 and no loss."""
 
     def on_step_end(self, run: "Run", loss: "Tensor") -> None:
-        """After an update; reading ``loss`` from a GPU waits for it."""
+        """Handle the end of a step; reading ``loss`` from a GPU waits for it."""
 
     def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
-        """After an epoch and its evaluation; ``line`` is that of metrics.jsonl."""
+        """Handle the end of an epoch, after its evaluation; ``line`` is that of metrics.jsonl."""
 
     def on_stop(self, run: "Run") -> None:
-        """After the last step of a run that is stopped."""
+        """Handle a stop, after the last step and its checkpoint."""
 
     def on_end(self, run: "Run", results: dict[str, Any]) -> None:
-        """After the embedder and the results are saved."""
+        """Handle the end, after the embedder and the results are saved."""
 
 
 EVENTS = [name for name in vars(Callback) if name.startswith("on_")]

@@ -51,7 +51,7 @@ def save_state(run: Run) -> None:
     values = {
         "state": state,
         "rates": {"stale": run.rates.stale, "drops": run.rates.drops},
-        "seconds": run.clock.so_far(),
+        "seconds": run.clock.elapsed(),
         "scaler": run.updater.scaler.state_dict(),
         "recipe": run.recipe.to_dict(),
         "images": run.data.fingerprint,
@@ -60,13 +60,13 @@ def save_state(run: Run) -> None:
 
 
 def link_checkpoints(run: Run) -> None:
-    """Hard-link the last checkpoint as ``best`` and as a kept epoch, where it is one of these."""
+    """Hard-link the last checkpoint as ``best`` and as a kept epoch, if it is one of these."""
     folder, state = run.folder, run.state
     if not run.world.is_main or state.batch or not state.epoch:
         return
     targets = [folder.best] if state.best_epoch == state.epoch else []
     if run.keeps_checkpoint():
-        targets.append(folder.of_epoch(state.epoch))
+        targets.append(folder.epoch_checkpoint(state.epoch))
     for target in targets:
         with atomic_path(target) as part:
             try:

@@ -64,16 +64,16 @@ class World:
         """Run a task on rank 0; every rank returns its result, or raises its error."""
         if self.size == 1:
             return task()
-        box: list[Any] = [None, None]
+        outcome: list[Any] = [None, None]
         if self.is_main:
             try:
-                box[0] = task()
+                outcome[0] = task()
             except Exception as error:  # raised on every rank below
-                box[1] = error
-        dist.broadcast_object_list(box, src=0)
-        if box[1] is not None:
-            raise box[1]
-        result: T = box[0]
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0)
+        if outcome[1] is not None:
+            raise outcome[1]
+        result: T = outcome[0]
         return result
 
     def any(self, flag: bool) -> bool:
@@ -196,7 +196,7 @@ def _leave_group(error: BaseException | None) -> None:
 
 
 def share_buffers(module: nn.Module, world: World) -> None:
-    """Copy the buffers of rank 0, which are saved, to every rank: batch norm differs there."""
+    """Broadcast the buffers of rank 0, which are saved; batch-norm statistics differ by rank."""
     if world.size > 1:
         for buffer in module.buffers():
             shared = buffer.contiguous()

@@ -23,7 +23,7 @@ from proximetry.training.distributed import join_processes, preserve_torch_state
 from proximetry.training.reporting import Display
 from proximetry.training.run import Run
 from proximetry.training.run_folder import FIRST_STAGE, RunFolder
-from proximetry.training.sources.image_data import ImageData, check_space, free_space, without
+from proximetry.training.sources.image_data import ImageData, check_space, exclude_bad, free_space
 from proximetry.training.sources.training_data import cache_sizes
 from proximetry.training.trainer import check_rows, check_stages_folder, first_stage
 from proximetry.training.updater import autocast
@@ -49,7 +49,7 @@ class _Notes(Display):
             self.display.message(text)
 
 
-class _Decoded(NamedTuple):
+class _DecodingResult(NamedTuple):
     """The number of decoded images, paths and errors of bad ones, and remarks on duplicates."""
 
     number: int = 0
@@ -87,7 +87,7 @@ def dry_run(
         epochs = run.recipe.training.epochs
         state = "new; the complete run there will be removed" if replaces else "new"
         if saved is not None and (saved.checkpoint is None or saved.is_complete(run.recipe)):
-            state, epochs = "complete already", 0
+            state, epochs = "already complete", 0
         elif saved is not None and saved.checkpoint is not None:
             state, epochs = "resumed", epochs - saved.checkpoint["state"]["epoch"]
         return _estimate(run, notes, state, epochs)
@@ -102,23 +102,23 @@ def _estimate(run: Run, notes: _Notes, state: str, epochs: int) -> dict[str, Any
     check_space(recipe, storage.missing)
     # Before images are decoded, which needs more memory than a step.
     training_rate, evaluation_rate, memory = _measure(run, recipe)
-    decoded = _Decoded()
+    decoded = _DecodingResult()
     if isinstance(data, ImageData) and epochs:
         decoded = run.world.on_main(lambda: _decode(run, notes.display))
         if decoded.bad:
-            data.split(without(data.catalog, decoded.bad))
+            data.split(exclude_bad(data.catalog, decoded.bad))
         for line in (*data.notes, *decoded.copies):
             notes.message(line)
     per_epoch = len(data.sampler) * min(recipe.data.batch_size, len(data.rows["train"]))
     seconds = {"decoding": 0.0, "training": epochs * per_epoch / training_rate}
-    on_the_fly = images * decoded.seconds_per_image if recipe.data.cache == "none" else 0.0
+    seconds_per_pass = images * decoded.seconds_per_image if recipe.data.cache == "none" else 0.0
     if embedder.takes_images and data.stage == "features":
         pixels = torch.zeros(CPU_BATCH, 3, *embedder.preprocessing.crop, dtype=torch.uint8)
         pixels = pixels.to(run.world.device)
         rate = _rate(lambda step: extract_features(embedder, pixels), CPU_BATCH, run)
-        seconds["features"] = max(on_the_fly, sum(map(len, data.rows.values())) / rate)
+        seconds["features"] = max(seconds_per_pass, sum(map(len, data.rows.values())) / rate)
     else:  # all cores decode while the network computes
-        seconds["training"] = max(seconds["training"], epochs * on_the_fly)
+        seconds["training"] = max(seconds["training"], epochs * seconds_per_pass)
     if storage.missing and isinstance(data, ImageData):
         decodings = storage.missing / storage.pixels * (images + len(data.rows_of_second_cache()))
         seconds["decoding"] = decodings * decoded.seconds_per_image
@@ -150,7 +150,7 @@ def _estimate(run: Run, notes: _Notes, state: str, epochs: int) -> dict[str, Any
     }
 
 
-def _decode(run: Run, display: Display) -> _Decoded:
+def _decode(run: Run, display: Display) -> _DecodingResult:
     """Decode images as the run will, without storing them; raise what it would raise."""
     catalog, preprocessing = run.data.catalog, run.updater.embedder.preprocessing
     rows = np.linspace(0, len(catalog) - 1, min(len(catalog), MAX_DECODED)).astype(int).tolist()
@@ -167,20 +167,21 @@ def _decode(run: Run, display: Display) -> _Decoded:
     seconds, bad = time.perf_counter() - started, tuple(errors)
     raise_unreadable(bad, len(rows), run.recipe.data.bad_images)
     copies = describe_copies(catalog) if len(rows) == len(catalog) else ()
-    return _Decoded(len(rows), bad, seconds / len(rows), tuple(copies))
+    return _DecodingResult(len(rows), bad, seconds / len(rows), tuple(copies))
 
 
 def _images_evaluated(run: Run, epochs: int) -> int:
     """Return the number of images in all evaluations of these epochs, first and last included."""
     recipe, rows = run.recipe, run.data.rows
     fitted = recipe.model.pca_dim is not None or recipe.model.bits is not None
-    pca = len(rows["train"]) if fitted else 0
+    fit_images = len(rows["train"]) if fitted else 0
     watched, final = (
         sum(len(rows[split]) for split in splits)
         for splits in (run.watched_splits(), run.final_splits())
     )
-    passes = (1 + recipe.evaluation.untrained) * (final + pca) if final else pca
-    return math.ceil(epochs / recipe.evaluation_interval(watched > 0)) * (watched + pca) + passes
+    passes = (1 + recipe.evaluation.untrained) * (final + fit_images) if final else fit_images
+    evaluations = math.ceil(epochs / recipe.evaluation_interval(watched > 0))
+    return evaluations * (watched + fit_images) + passes
 
 
 def _measure(run: Run, recipe: Recipe) -> tuple[float, float, int]:
@@ -246,7 +247,7 @@ def describe(document: dict[str, Any]) -> str:
         if data[name]["images"]
     ]
     if document["decoded"]:
-        counts.append(f"{pluralize(document['decoded'], 'image')} decoded to check them")
+        counts.append(f"{pluralize(document['decoded'], 'image')} decoded and checked")
         skipped = [f"skipped {reason}" for reason in document["skipped"]]
         counts += truncate_lines(skipped, "the document of --json")
     missing, seconds = cache["missing_bytes"], document["seconds"]

@@ -30,7 +30,7 @@ def choose_split(catalog: Catalog, split: str | None, source: str) -> tuple[Cata
     return rows, name
 
 
-def with_needed_roles(catalog: Catalog) -> Catalog:
+def drop_unused_roles(catalog: Catalog) -> Catalog:
     """Drop roles without effect: every image has both, or none has any."""
     if catalog.queries is None or catalog.galleries is None:
         return catalog
@@ -74,9 +74,9 @@ def evaluation_arguments(
     }
 
 
-def no_positives(catalog: Catalog) -> str:
+def explain_missing_positives(catalog: Catalog) -> str:
     """Return why no query has another image of its class in the gallery, "" if one has."""
-    catalog = with_needed_roles(catalog)
+    catalog = drop_unused_roles(catalog)
     queries, gallery = _roles(catalog)
     images = f"the {len(catalog)} images of {catalog.root}"
     for column, mask in (("query", queries), ("gallery", gallery)):
@@ -85,8 +85,8 @@ def no_positives(catalog: Catalog) -> str:
                 f"none of {images} has {column} set to true. Set the column {column}, or remove "
                 "the columns query and gallery to compare all images"
             )
-    images_of = np.bincount(catalog.codes[gallery], minlength=len(catalog.class_names))
-    if (images_of[catalog.codes] - gallery)[queries].any():
+    gallery_counts = np.bincount(catalog.codes[gallery], minlength=len(catalog.class_names))
+    if (gallery_counts[catalog.codes] - gallery)[queries].any():
         return ""
     if catalog.queries is not None:
         return (
@@ -107,9 +107,9 @@ def check_comparison(catalog: Catalog, metrics: Metrics) -> list[str]:
     Raises:
         ValueError: if no query has another image of its class, or a metric does not apply.
     """
-    if reason := no_positives(catalog):
+    if reason := explain_missing_positives(catalog):
         raise ValueError(reason)
-    catalog = with_needed_roles(catalog)
+    catalog = drop_unused_roles(catalog)
     queries, gallery = _roles(catalog)
     if catalog.queries is not None and (metric := metrics.one_set()):
         raise ValueError(
@@ -123,7 +123,7 @@ def check_comparison(catalog: Catalog, metrics: Metrics) -> list[str]:
             raise ValueError(f"the images of {catalog.root}: {error}") from error
     size, notes = int(gallery.sum()) - bool(gallery[queries].all()), []
     if len(catalog.class_names) == 1:
-        notes.append("every neighbor is right for any embedder: all images are of one class")
+        notes.append("all images are of one class: every neighbor is correct for any embedder")
     return notes + [
         f"recall@{k} is 100 % for any embedder: the gallery of a query has {size} images"
         for k in metrics.recall_at

@@ -40,8 +40,8 @@ from proximetry.training.distributed import World, share_buffers
 from proximetry.training.errors import RunError
 from proximetry.training.evaluation_inputs import (
     check_comparison,
+    drop_unused_roles,
     evaluation_arguments,
-    with_needed_roles,
 )
 from proximetry.training.sources.training_data import Rows, TrainingData
 from proximetry.training.updater import autocast
@@ -88,9 +88,9 @@ def score_queries(
     return scored
 
 
-def means(scored: Mapping[int | str, Evaluation]) -> Scores:
+def average_scores(query_scores: Mapping[int | str, Evaluation]) -> Scores:
     """Return the mean metrics of the queries that `score_queries` scored."""
-    averages = {key: evaluation.mean() for key, evaluation in scored.items()}
+    averages = {key: evaluation.mean() for key, evaluation in query_scores.items()}
     all_dims, *eval_dims = (key for key in averages if key != CODES)
     scores: Scores = dict(averages[all_dims])
     if eval_dims:
@@ -130,14 +130,14 @@ def evaluate_embedder(
     vectors = encode_catalog(embedder, catalog, batch_size, progress)
     scored = score_queries(
         vectors,
-        with_needed_roles(catalog),
+        drop_unused_roles(catalog),
         embedder.architecture.similarity,
         metrics,
         eval_dims,
         binary=embedder.architecture.binary,
         progress=progress,
     )
-    return means(scored)
+    return average_scores(scored)
 
 
 def leakage_warnings(embedder: Embedder, catalog: Catalog) -> list[str]:
@@ -235,14 +235,14 @@ class Evaluator:
 
     Attributes:
         recipe: the recipe of the run.
-        trained: the embedder that is trained, or its moving average.
-        data: of the run.
+        trained_embedder: the embedder that is trained, or its moving average.
+        data: the run's data.
         graph: whether the network runs as a CUDA graph.
         on_graph_failure: called with the reason if the graph cannot be recorded; None raises.
     """
 
     recipe: Recipe
-    trained: Embedder
+    trained_embedder: Embedder
     data: TrainingData
     graph: bool
     on_graph_failure: Callable[[str], None] | None = None
@@ -250,7 +250,8 @@ class Evaluator:
     @cached_property
     def embedder(self) -> Embedder:
         """The embedder that is evaluated and saved: the trained one, with LoRA a merged copy."""
-        return self.trained if self.recipe.model.lora_rank is None else merged_copy(self.trained)
+        trained, with_lora = self.trained_embedder, self.recipe.model.lora_rank is not None
+        return merged_copy(trained) if with_lora else trained
 
     @property
     def world(self) -> World:
@@ -295,13 +296,13 @@ class Evaluator:
 
     def _merge(self) -> None:
         """Merge the trained LoRA weights into the network that is evaluated and saved."""
-        if self.trained is not self.embedder:
-            merge_lora(self.trained, self.embedder)
+        if self.trained_embedder is not self.embedder:
+            merge_lora(self.trained_embedder, self.embedder)
 
     def _score(self, vectors: Tensor, split: str) -> Scores:
         e, rows = self.recipe.evaluation, self.data.rows[split]
         # The roles of the whole split: those of a share would differ between processes.
-        catalog = with_needed_roles(self.data.catalog.subset(rows))
+        catalog = drop_unused_roles(self.data.catalog.subset(rows))
         part = catalog.subset(self._share(np.arange(len(rows))))
         dims = [dim for dim in e.eval_dims if dim < vectors.shape[1]]
         scored = score_queries(
@@ -314,7 +315,7 @@ class Evaluator:
             rows=self._share(rows),
             group=self._group,
         )
-        return means(scored)
+        return average_scores(scored)
 
     def _share(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the part that this process embeds, in the order of ranks."""
@@ -323,8 +324,8 @@ class Evaluator:
     def _search_with_distractors(self, vectors: Tensor, distractors: Tensor) -> Scores:
         """Return the metric that selects the epoch, with training images as distractors.
 
-        A few held-out classes are easily separated from each other, also when overfitting draws
-        unseen images to the training classes. The distractors show that.
+        A few held-out classes are easy to separate even when overfitting moves unseen images toward
+        the training classes; distractors reveal this.
         """
         e, labels = self.recipe.evaluation, self._labels
         held_out = self._share(self.data.rows["held_out"])
@@ -390,13 +391,13 @@ class Evaluator:
             return subtract_mean(self.embedder, mean.to(self.world.device)), selected
         if dim is None or moments is None:
             return self.embedder, selected
-        # About the mean only for Euclidean distances of unnormalized vectors.
-        about_mean = self.recipe.evaluation.similarity == "euclidean" and not model.normalize
+        # PCA is centered only for Euclidean distances of unnormalized vectors.
+        centered = self.recipe.evaluation.similarity == "euclidean" and not model.normalize
         if self.world.size > 1:
             dist.all_reduce(moments)
         if len(self.data.rows["train"]) < dim:
-            moments = regularized_moments(moments, self.embedder, about_mean)
-        fit = partial(principal_axes, moments, dim, about_mean, model.whitening)
+            moments = regularized_moments(moments, self.embedder, centered)
+        fit = partial(principal_axes, moments, dim, centered, model.whitening)
         axes = self.world.on_main(lambda: fit().cpu())
         return with_pca(self.embedder, axes.to(self.world.device)), selected
 

@@ -31,10 +31,12 @@ def evaluate_untrained(run: Run) -> dict[str, Any]:
     return {"epoch": 0, "step": 0, "seconds": 0.0, **scores, "evaluation_seconds": seconds}
 
 
-def evaluate_final(run: Run, evaluated: SplitScores | None) -> tuple[dict[str, Any], SplitScores]:
+def evaluate_final(
+    run: Run, split_scores: SplitScores | None
+) -> tuple[dict[str, Any], SplitScores]:
     """Evaluate the last and the selected epoch; return the results and the selected embedder.
 
-    ``evaluated`` is the evaluation of the current weights, if there was one.
+    ``split_scores`` is the evaluation of the current weights, if there was one.
     """
     state, bits, clock = run.state, run.recipe.model.bits, run.clock
     results: dict[str, Any] = {
@@ -51,13 +53,13 @@ def evaluate_final(run: Run, evaluated: SplitScores | None) -> tuple[dict[str, A
     if bits is not None:
         results["codes"] = (
             f"{bits} bits, the signs of the dimensions; Hamming distance, exact, "
-            "equal distances by index"
+            "ties broken by index"
         )
     if state.lines and state.lines[0]["epoch"] == 0:
         keys = ("epoch", "held_out", "test")
         results["untrained"] = {key: state.lines[0][key] for key in keys if key in state.lines[0]}
-    selected = _evaluate(run, evaluated)
-    results["selected"] = {"epoch": state.epoch, **selected.scores}
+    selected_scores = _evaluate(run, split_scores)
+    results["selected"] = {"epoch": state.epoch, **selected_scores.scores}
     results["last"] = {**results["selected"]}
     proxies = run.updater.objective.proxies
     if proxies is not None and proxies.num_classes > 1:
@@ -65,52 +67,53 @@ def evaluate_final(run: Run, evaluated: SplitScores | None) -> tuple[dict[str, A
     if state.best_epoch not in (None, state.epoch):
         run.world.barrier()
         restore_best(run)
-        selected = _evaluate(run)
-        results["selected"] = {"epoch": state.best_epoch, **selected.scores}
+        selected_scores = _evaluate(run)
+        results["selected"] = {"epoch": state.best_epoch, **selected_scores.scores}
     for note in _notes(run, results):
         run.report(note)
         results["notes"].append(note)
-    return results, selected
+    return results, selected_scores
 
 
-def _evaluate(run: Run, evaluated: SplitScores | None = None) -> SplitScores:
+def _evaluate(run: Run, split_scores: SplitScores | None = None) -> SplitScores:
     """Evaluate all final splits in float32, like the saved embedder.
 
-    Splits that ``evaluated`` has in that precision are not evaluated again.
+    Splits that ``split_scores`` has in that precision are not evaluated again.
     """
     splits = run.final_splits()
-    if evaluated is None or run.recipe.training.precision != "float32":
+    if split_scores is None or run.recipe.training.precision != "float32":
         return run.evaluator.evaluate(splits, full_precision=True)
-    missing = [name for name in splits if name not in evaluated.scores]
+    missing = [name for name in splits if name not in split_scores.scores]
     if not missing:
-        return evaluated
+        return split_scores
     more = run.evaluator.evaluate(missing, full_precision=True)
-    return SplitScores({**evaluated.scores, **more.scores}, more.embedder)
+    return SplitScores({**split_scores.scores, **more.scores}, more.embedder)
 
 
 def _notes(run: Run, results: dict[str, Any]) -> list[str]:
     """Note a saturated selection metric, and splits without improvement over untrained."""
-    before, after = results.get("untrained", {}), results["selected"]
+    untrained_scores, selected_scores = results.get("untrained", {}), results["selected"]
     metric, notes = run.recipe.evaluation.select_by, []
     selection, best = run.selection(), run.state.best_value
     if selection is not None and best is not None and best >= SATURATED:
         title = selection_title(*selection)
         notes.append(f"{title} is {100 * best:.4g} %: the metric is saturated")
     for split in ("held_out", "test"):
-        if split in before and split in after:
-            was, now = (selection_value(scores[split], metric) for scores in (before, after))
-            if now <= was:
+        if split in untrained_scores and split in selected_scores:
+            untrained = selection_value(untrained_scores[split], metric)
+            trained = selection_value(selected_scores[split], metric)
+            if trained <= untrained:
                 notes.append(
-                    f"{selection_title(split, metric)} is {100 * now:.1f} %, and was "
-                    f"{100 * was:.1f} % untrained: no improvement over the untrained model"
+                    f"{selection_title(split, metric)} is {100 * trained:.1f} %, and was "
+                    f"{100 * untrained:.1f} % untrained: no improvement over the untrained model"
                 )
     return notes
 
 
-def save_embedder(run: Run, scores: dict[str, Any], evaluated: SplitScores) -> None:
+def save_embedder(run: Run, scores: dict[str, Any], split_scores: SplitScores) -> None:
     """Save the embedder of the selected epoch; replaces the previous one."""
     if run.world.is_main:
-        evaluated.embedder.save(
+        split_scores.embedder.save(
             run.folder.embedder,
             class_names=run.data.class_names,
             metrics={"protocol": run.data.protocol, **scores},

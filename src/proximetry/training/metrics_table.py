@@ -27,14 +27,14 @@ def describe_protocol(results: Mapping[str, Any], select_by: str) -> str:
     """Return which epoch of a run was saved, and what selected it."""
     protocol, epoch = results["protocol"], results["selected"]["epoch"]
     if protocol == "last":
-        return f"protocol last: epoch {epoch} is saved, the last one; nothing was selected"
+        return f"protocol last: the last epoch ({epoch}) is saved; no epoch was selected"
     title = selection_title("test" if protocol == "paper" else "held_out", select_by)
     text = f"protocol {protocol}: epoch {epoch} is saved, selected by {title}"
     if protocol == "paper":
         return f"{text}, as in many papers, so test metrics are optimistically biased"
     text += ", not by the test set"
     if "first_stage" in results:
-        text += " (first stage); the second stage trained on all classes for as many epochs"
+        text += " (first stage); the second stage used all classes for the same number of epochs"
     return text
 
 
@@ -96,7 +96,7 @@ def metrics_table(
     excluded = {scores.get("queries_without_positive", 0) for scores in rows.values()}
     if any(excluded):
         number = f"{'up to ' * (len(excluded) > 1)}{max(excluded):.0f}"
-        blocks.append(f"{number} queries have no other image of their class and do not count")
+        blocks.append(f"{number} queries without another image of their class are excluded")
     return "\n\n".join(blocks)
 
 

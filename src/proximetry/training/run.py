@@ -26,7 +26,7 @@ from proximetry.training.updater import Updater
 
 FOLLOW_PARENT = "PROXIMETRY_FOLLOW_PARENT"
 """Environment variable: the id of a parent process; the run stops when that process has ended."""
-RESUME = "The same command (without --fresh) resumes it."
+RESUME_HINT = "The same command (without --fresh) resumes it."
 Phase = Literal["startup", "training", "evaluation", "other"]
 
 
@@ -63,7 +63,7 @@ class StopRequests(AbstractContextManager[Any]):
             raise Stopped(self._message)
 
     @contextmanager
-    def immediate(self, message: str) -> Iterator[None]:
+    def raise_on_request(self, message: str) -> Iterator[None]:
         """Within the context, raise `Stopped` with this message on a request."""
         if self():
             raise Stopped(message)
@@ -94,7 +94,7 @@ class Stopwatch:
         self.phase, self.since = phase, now
         return duration
 
-    def so_far(self) -> dict[str, float]:
+    def elapsed(self) -> dict[str, float]:
         """Return the seconds by phase up to now; the current phase continues."""
         duration = time.monotonic() - self.since
         return {**self.seconds, self.phase: self.seconds[self.phase] + duration}
@@ -172,7 +172,7 @@ class Run:
     state: TrainState
     report: Callable[[str], None]
     choices: Sequence[str] = ()
-    """What the ``auto`` values of the recipe became, in lines for people."""
+    """The resolved ``auto`` values, as lines of text."""
     callbacks: Sequence[Any] = ()
     stop_requests: StopRequests = field(default_factory=StopRequests)
     stop_requested: bool = False
@@ -249,13 +249,13 @@ class Run:
         selected = self.state.best_epoch == epoch
         return selected or regular or self.keeps_checkpoint() or self.is_over()
 
-    def select(self, evaluated: SplitScores) -> bool:
+    def select(self, split_scores: SplitScores) -> bool:
         """Update the selected epoch and the schedule; return whether this epoch is selected."""
         selection = self.selection()
         if selection is None:
             return True
         split, metric = selection
-        improved = self.state.observe(selection_value(evaluated.scores[split], metric))
+        improved = self.state.observe(selection_value(split_scores.scores[split], metric))
         self.rates.observe(improved, self.state.epoch - 1)
         return self.state.best_epoch == self.state.epoch
 
@@ -273,14 +273,13 @@ class Run:
         """Let a stop request interrupt an evaluation, unless there are several ranks."""
         if self.world.size > 1:
             return nullcontext()
-        message = f"stopped {when} of the run in {self.folder.path}. {RESUME}"
-        return self.stop_requests.immediate(message)
+        message = f"stopped {when} of the run in {self.folder.path}. {RESUME_HINT}"
+        return self.stop_requests.raise_on_request(message)
 
     def check_finite(self, *, weights: bool = False) -> None:
         """Raise if a loss was not finite, with its step and images; waits for the device.
 
-        With ``weights``, also if a weight is not: the last update can break them after a finite
-        loss.
+        With ``weights``, also check the weights: the last update can make them non-finite.
         """
         problem, step = "", int(self.state.bad_step)
         if step >= 0:
@@ -293,7 +292,7 @@ class Run:
             )
         elif weights:
             parameters = [p for module in self.modules().values() for p in module.parameters()]
-            # A sum is finite only if every term is: one number to wait for.
+            # A sum is finite only if every term is, so only one number is read from the device.
             sums = [parameter.detach().sum(dtype=torch.float64) for parameter in parameters]
             if sums and not torch.isfinite(torch.stack(sums).sum()):
                 problem = f"the weights are not finite after step {self.state.step}"

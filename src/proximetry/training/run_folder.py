@@ -48,8 +48,8 @@ LOCK_SECONDS = 20.0
 FIRST_STAGE = "first-stage"
 """The folder of the first of the two runs of ``training.two_stages``."""
 
-# What a run writes; `remove` deletes nothing else, in this order. What an interrupted removal
-# leaves can be resumed, or is not a run once the recipe is removed.
+# What a run writes; `remove` deletes nothing else, in this order. After an interrupted removal the
+# run can be resumed or, once recipe.yaml is gone, the folder holds no run.
 _FILES = (
     "results.json",
     "metrics.jsonl",
@@ -148,7 +148,7 @@ class RunFolder:
         self.lock = path / LOCK
         self._lock: BaseFileLock | None = None
 
-    def of_epoch(self, epoch: int) -> Path:
+    def epoch_checkpoint(self, epoch: int) -> Path:
         """Return the path of the kept checkpoint of an epoch."""
         return self.path / "checkpoints" / f"epoch-{epoch:04d}.safetensors"
 

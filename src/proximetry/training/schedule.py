@@ -21,8 +21,8 @@ def drop_epochs(schedule: ScheduleConfig, epochs: int) -> list[int]:
 class LearningRates:
     """Sets the learning rates of an optimizer at the start of each epoch.
 
-    ``base`` are the initial rates of the groups. A plateau remembers ``stale``, the evaluations
-    since an improvement or a drop, and ``drops``, the epochs after which rates dropped.
+    ``base`` are the initial rates of the groups. For plateau, ``stale`` counts the evaluations
+    since an improvement or a drop, and ``drops`` lists the epochs after which rates dropped.
     """
 
     schedule: ScheduleConfig

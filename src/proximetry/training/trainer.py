@@ -29,7 +29,7 @@ from proximetry.training.distributed import join_processes, preserve_torch_state
 from proximetry.training.errors import CheckpointError, FolderError, RunError
 from proximetry.training.final_evaluation import evaluate_final, evaluate_untrained, save_embedder
 from proximetry.training.reporting import Display, Trackers
-from proximetry.training.run import RESUME, Run, Stopped
+from proximetry.training.run import RESUME_HINT, Run, Stopped
 from proximetry.training.run_folder import FIRST_STAGE, RunFolder, SavedRun
 from proximetry.training.sources.training_data import fingerprint, open_catalog
 
@@ -125,7 +125,7 @@ def _train_run(
 
 def fit(run: Run) -> dict[str, Any]:
     """Train from the current state to the end, save the embedder, return the results."""
-    state, evaluated = run.state, None
+    state, split_scores = run.state, None
     run.notify("on_start")
     if run.recipe.evaluation.untrained and state.step == 0 and run.final_splits():
         with run.stoppable("before the first step"):
@@ -134,13 +134,13 @@ def fit(run: Run) -> dict[str, Any]:
         run.log(line)
         run.notify("on_untrained", line)
     while not run.is_over():
-        line, evaluated = train_epoch(run), None
+        line, split_scores = train_epoch(run), None
         if run.evaluates_now():
             run.clock.enter("evaluation")
-            evaluated = run.evaluator.evaluate(run.watched_splits())
-            line |= evaluated.scores
-            if run.select(evaluated):
-                save_embedder(run, {"epoch": state.epoch, **evaluated.scores}, evaluated)
+            split_scores = run.evaluator.evaluate(run.watched_splits())
+            line |= split_scores.scores
+            if run.select(split_scores):
+                save_embedder(run, {"epoch": state.epoch, **split_scores.scores}, split_scores)
             line["evaluation_seconds"] = round(run.clock.enter("other"), 3)
         state.lines.append(line)
         if run.saves_now():
@@ -154,8 +154,8 @@ def fit(run: Run) -> dict[str, Any]:
     if reason := run.early_stop_reason():
         run.report(reason)
     with run.stoppable("in the final evaluation"):
-        results, selected = evaluate_final(run, evaluated)
-    save_embedder(run, results["selected"], selected)
+        results, selected_scores = evaluate_final(run, split_scores)
+    save_embedder(run, results["selected"], selected_scores)
     if run.world.is_main:
         run.folder.write_results(results)
     run.world.barrier()
@@ -194,13 +194,13 @@ def train_epoch(run: Run) -> dict[str, Any]:
                 save_state(run)
                 run.notify("on_stop")
                 raise Stopped(
-                    f"stopped after step {state.step}, saved in {run.folder.path}. {RESUME}"
+                    f"stopped after step {state.step}, saved in {run.folder.path}. {RESUME_HINT}"
                 )
     except ImageError:
         if run.world.size == 1:  # other ranks are already in the next step
             save_state(run)
         raise
-    run.check_finite(weights=True)  # which waits for the device
+    run.check_finite(weights=True)  # waits for the device
     seconds = clock.enter("other")
     return {
         **state.end_epoch(len(run.data.sampler)),
@@ -222,7 +222,7 @@ def _complete_results(
             catalog = open_catalog(recipe, partial(context.display.progress, "scanning images"))
     if isinstance(catalog, Catalog):
         check_rows(saved, recipe, catalog)
-    message(f"{saved.path} is complete already")
+    message(f"{saved.path} is already complete")
     if reason := saved.results.get("stopped_early"):
         key = "epochs" if saved.was_finished(recipe) else "stop_after"
         hint = f"; a larger training.{key} resumes it" if saved.checkpoint else ""
@@ -242,12 +242,13 @@ def check_rows(saved: SavedRun, recipe: Recipe, catalog: Catalog) -> None:
 def _begin(run: Run, context: RunContext, second: RunFolder | None) -> None:
     """Begin a run; remove the previous one in its folder."""
     folder, on_main, final = run.folder, run.world.on_main, second or run.folder
-    exists = on_main(lambda: [final.results.exists(), folder.last.exists() or final.last.exists()])
+    has_results = on_main(final.results.exists)
+    has_checkpoint = on_main(lambda: folder.last.exists() or final.last.exists())
     if context.resume and on_main(folder.recipe.exists):
-        run.report(f"no checkpoint in {folder.path} yet: starting again")
-    elif any(exists):
+        run.report(f"no checkpoint in {folder.path}: starting from the beginning")
+    elif has_results or has_checkpoint:
         path = folder.path if second is None else folder.path.parent
-        kind = "complete" if exists[0] else "unfinished"
+        kind = "complete" if has_results else "unfinished"
         run.report(
             f"removing the {kind} run in {path}: embedder, results, checkpoints, report; choose "
             "another folder to keep it"
@@ -269,7 +270,7 @@ def _resume(run: Run, saved: SavedRun) -> None:
     if before != now:
         change = "extended" if now > before else "shortened"
         run.report(f"{change} from {before} to {now} epochs")
-    run.report(f"continuing after step {state.step} (epoch {state.epoch})")
+    run.report(f"resuming after step {state.step} (epoch {state.epoch})")
 
 
 def first_stage(recipe: Recipe) -> Recipe:

@@ -31,10 +31,9 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
 
 
 class Objective(nn.Module):
-    """Loss and added terms in one module with one state dictionary.
+    """Loss and regularizers in one module with one state dictionary.
 
-    Class names are in the order of the labels; ``custom_loss`` replaces the
-    loss of the config.
+    Class names are in the order of the labels; ``custom_loss`` replaces the loss of the config.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Objective(nn.Module):
         else:
             self.loss = losses.create(config.name, n, dim, **config.settings)
         # The parameters of a custom loss have the learning rate of proxies.
-        self.learns_as_proxies = custom_loss is not None and not isinstance(
+        self.uses_proxy_lr = custom_loss is not None and not isinstance(
             custom_loss, losses.ProxyLoss
         )
         proxies = None
@@ -77,7 +76,7 @@ class Objective(nn.Module):
         ):
             if is_set and proxies is None:
                 raise RecipeError(f"loss.{key} needs proxies; loss {config.name} has none")
-        self.after_step()  # also before the first step, which depends on their lengths
+        self.after_step()  # project before the first step too: the loss depends on proxy norms
         self.exclusive = losses.ExclusiveRegularizer(config.exclusive) if config.exclusive else None
         self.angular_center = (
             losses.AngularCenterLoss(config.angular_center) if config.angular_center else None
@@ -86,7 +85,7 @@ class Objective(nn.Module):
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Return the sum of the terms."""
         ramp = self.loss.ramp() if isinstance(self.loss, losses.ProxyLoss) else 1.0
-        total: Tensor = self.loss(embeddings, labels)  # after which the ramp is the next step's
+        total: Tensor = self.loss(embeddings, labels)  # calling the loss advances the ramp
         if self.exclusive is not None and self.proxies is not None:
             total = total + ramp * self.exclusive(self.proxies)
         if self.angular_center is not None and self.proxies is not None:
@@ -124,7 +123,7 @@ class Updater:
     Attributes:
         network: pixels to embeddings, wrapped for the GPU or for several processes.
         average: the exponential moving average of the embedder's weights, if there is one.
-        scaler: of the gradients in float16.
+        scaler: gradient scaler for float16.
         graph: whether the network runs as a CUDA graph.
     """
 
@@ -158,7 +157,7 @@ class Updater:
         self.freeze_backbone(recipe.schedule.freeze_backbone_epochs > 0)  # as in the first epoch
 
     def freeze_backbone(self, frozen: bool) -> bool:
-        """Freeze or train the backbone; return whether that changed, so the next step is slow."""
+        """Freeze or train the backbone; return whether it changed (the next step is then slow)."""
         parts = self.embedder.parameter_parts()
         # With precomputed features it is always frozen, without a head never.
         frozen = (frozen and bool(parts["head"])) or self.stage == "features"
@@ -191,7 +190,7 @@ class Updater:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.objective.after_step()
-        if self.average is not None:  # which starts like a plain mean
+        if self.average is not None:  # early on, the EMA is close to a plain mean
             decay = min(self.recipe.training.ema, (1 + step) / (10 + step))
             with torch.no_grad():
                 # One launch, as in torch's EMA.
@@ -203,9 +202,10 @@ class Updater:
     def backward(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
         """Compute the gradients and return the loss.
 
-        With `accumulate` the batch passes the network in chunks, twice: once for the embeddings,
-        from which loss and gradient of the whole batch follow, and once for the gradients of the
-        weights (gradient caching). The result is that of the whole batch, in the memory of a chunk.
+        With `accumulate` the batch runs through the network in chunks, twice: once for the
+        embeddings, from which loss and gradient of the whole batch follow, and once for the
+        gradients of the weights (gradient caching). The result is that of the whole batch, in the
+        memory of a chunk.
         """
         # Every step has its own seed, so a resumed run draws the same random numbers.
         torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank))
@@ -217,13 +217,13 @@ class Updater:
         else:
             parts = list(enumerate(chunks(len(pixels), -(-len(pixels) // count))))
             with torch.no_grad():
-                embedded = [self._embed_chunk(pixels[part], step, i) for i, part in parts]
-            embeddings = torch.cat(embedded).requires_grad_()
+                chunk_embeddings = [self._embed_chunk(pixels[part], step, i) for i, part in parts]
+            embeddings = torch.cat(chunk_embeddings).requires_grad_()
             loss = self._loss(embeddings, all_labels, step)
             assert embeddings.grad is not None
             for i, part in parts:
-                again = self._embed_chunk(pixels[part], step, i)
-                again.backward(embeddings.grad[part])  # type: ignore[no-untyped-call]
+                chunk = self._embed_chunk(pixels[part], step, i)
+                chunk.backward(embeddings.grad[part])  # type: ignore[no-untyped-call]
         self.scaler.unscale_(self.optimizer)
         if self.world.size > 1:
             average_gradients(self.objective.parameters(), self.world)

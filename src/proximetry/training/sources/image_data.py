@@ -4,9 +4,11 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import cached_property, partial
+from itertools import tee
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -142,7 +144,7 @@ class ImageData(TrainingData):
         recipe, d = self._recipe, self._recipe.data
         count, started, message = format_int(len(catalog)), 0.0, self._display.message
 
-        def starting() -> None:
+        def report_start() -> None:
             nonlocal started
             started = time.monotonic()
             _, needed = estimate(catalog, size, d.cache_dir, interpolation=self._filter)
@@ -157,7 +159,7 @@ class ImageData(TrainingData):
                 interpolation=self._filter,
                 policy=d.bad_images,
                 progress=partial(self._display.progress, "decoding"),
-                on_start=starting,
+                on_start=report_start,
                 on_wait=lambda: message("waiting for another process that decodes the images…"),
             )
 
@@ -176,7 +178,7 @@ class ImageData(TrainingData):
     def _exclude(self, bad: Bad) -> None:
         """Exclude unreadable images."""
         skipped, before = [f"skipped {path}: {why}" for path, why in bad], self.notes
-        self.split(without(self.catalog, bad), skipped)
+        self.split(exclude_bad(self.catalog, bad), skipped)
         new_notes = [note for note in self.notes if note not in {*before, *skipped}]
         for note in [*truncate_lines(skipped, "results.json"), *new_notes]:
             self._display.message(note)
@@ -197,41 +199,33 @@ class ImageData(TrainingData):
         The next batch is prepared during the training step: in a thread on the CPU, on a separate
         stream on a GPU. A batch depends on the seed, the epoch and its number only.
         """
-        numbers = range(start, len(self.sampler))
-        on_cpu = self.world.device.type == "cpu"
-        # The thread must not use the GPU, not even pin memory: the network may be recorded as a
-        # CUDA graph meanwhile. One thread is enough for crops.
-        make: Any = self._apply if on_cpu else lambda crops: crops
+        numbers, device = range(start, len(self.sampler)), self.world.device
         with closing(self._crops(epoch, numbers)) as crops, torch_pool(1, 1) as pool:
-            futures = (pool.submit(lambda: make(next(crops))) for _ in numbers)
-            prepared = (future.result() for future in _one_ahead(futures))
-            if on_cpu:
-                yield from prepared
-            else:
-                for take in _one_ahead(map(self._apply_on_gpu, prepared)):
-                    yield take()
+            # The thread must not use the GPU, not even pin memory: the network may be recorded as a
+            # CUDA graph meanwhile. One thread is enough for crops.
+            if device.type == "cpu":
+                yield from _compute_ahead(pool, map(self._apply, crops), len(numbers))
+                return
+            computed = _compute_ahead(pool, crops, len(numbers))
+            for pixels, labels, done in _prefetch_one(map(self._apply_on_gpu, computed)):
+                torch.cuda.current_stream(device).wait_event(done)
+                yield pixels, labels
 
     def _crops(self, epoch: int, numbers: range) -> Generator[_Crops]:
         """Yield batches of images and the windows to crop, in order."""
-        draws: deque[tuple[Tensor, ColorChanges | None, Tensor]] = deque()
-
-        def batches() -> Iterator[Rows]:
-            for number in numbers:
-                batch = self._batch(epoch, number)
-                generator, mine = batch.generator(), batch.local_slice
-                uniforms = self._augment.draw_uniforms(batch.total, generator)[mine]
-                colors = self._colors.draw(batch.total, generator)[mine] if self._colors else None
-                draws.append((uniforms, colors, torch.from_numpy(batch.labels)))
-                yield batch.rows
-
+        # Images are read several batches ahead.
+        ahead, batches = tee(self._batch(epoch, number) for number in numbers)
         on_cuda = self.world.device.type == "cuda"
-        for pixels, rows in _read(self._source, batches()):
-            uniforms, colors, labels = draws.popleft()
+        images = _read(self._source, (batch.rows for batch in ahead))
+        for (pixels, rows), batch in zip(images, batches, strict=True):
+            generator, total, local_slice = batch.generator(), batch.total, batch.local_slice
+            uniforms = self._augment.draw_uniforms(total, generator)[local_slice]
+            colors = self._colors.draw(total, generator)[local_slice] if self._colors else None
             if on_cuda and isinstance(pixels, PixelCache) and not pixels.flat.is_cuda:
                 # The GPU crops in every mode, with the same result.
                 pixels, rows = pixels.gather(rows), np.arange(len(rows))
             windows = self._augment.windows(pixels, rows, uniforms)
-            yield _Crops(pixels, rows, windows, colors, labels)
+            yield _Crops(pixels, rows, windows, colors, torch.from_numpy(batch.labels))
 
     def _apply(self, crops: _Crops) -> tuple[Tensor, Tensor]:
         pixels = self._augment.apply(crops.pixels, crops.rows, crops.windows)
@@ -239,8 +233,8 @@ class ImageData(TrainingData):
             pixels = recolor(pixels, crops.colors)
         return pixels, crops.labels
 
-    def _apply_on_gpu(self, crops: _Crops) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Start to crop a batch on a separate stream; return a function that waits for it.
+    def _apply_on_gpu(self, crops: _Crops) -> tuple[Tensor, Tensor, torch.cuda.Event]:
+        """Start to crop a batch on a separate stream; also return the event to wait for.
 
         The stream waits for the work that is queued now, so memory that became free is not
         overwritten before its last reader is done; it does not wait for the coming step.
@@ -253,13 +247,7 @@ class ImageData(TrainingData):
             pixels, labels = self._apply(crops._replace(pixels=self._upload(crops.pixels)))
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        sent = self._send(labels)
-
-        def take() -> tuple[Tensor, Tensor]:
-            torch.cuda.current_stream(device).wait_event(done)
-            return pixels, sent
-
-        return take
+        return pixels, self._send(labels), done
 
     def _upload(self, pixels: Pixels) -> Pixels:
         return pixels if pixels.flat.is_cuda else pixels.send(self.world.device)
@@ -268,10 +256,10 @@ class ImageData(TrainingData):
         """Yield rows as evaluation sees them; on a GPU the last batch is padded."""
         batches = [self._eval_rows[rows[part]] for part in chunks(len(rows), batch_size)]
         with closing(_read(self._eval_source, batches)) as read:
-            for pixels, image_rows in read:
+            for pixels, indices in read:
                 if self.world.device.type == "cuda" and not isinstance(pixels, PixelCache):
                     pixels = self._upload(pixels)
-                yield self._view(pixels, self._filled(image_rows, batch_size)).to(self.world.device)
+                yield self._view(pixels, self._pad_rows(indices, batch_size)).to(self.world.device)
 
 
 def _read(
@@ -288,17 +276,23 @@ def _read(
                 yield pixels, np.arange(len(pixels))
 
 
-def _one_ahead(items: Iterable[T]) -> Iterator[T]:
-    """Yield each item after the next one has been started."""
-    started: deque[T] = deque()
+def _compute_ahead(pool: ThreadPoolExecutor, items: Iterator[T], count: int) -> Iterator[T]:
+    """Yield ``count`` items; the thread of the pool computes the next one meanwhile."""
+    for future in _prefetch_one(pool.submit(next, items) for _ in range(count)):
+        yield future.result()
+
+
+def _prefetch_one(items: Iterable[T]) -> Iterator[T]:
+    """Yield each item after the next one has been requested."""
+    requested: deque[T] = deque()
     for item in items:
-        started.append(item)
-        if len(started) == 2:
-            yield started.popleft()
-    yield from started
+        requested.append(item)
+        if len(requested) == 2:
+            yield requested.popleft()
+    yield from requested
 
 
-def without(catalog: Catalog, bad: Bad) -> Catalog:
+def exclude_bad(catalog: Catalog, bad: Bad) -> Catalog:
     """Return the catalog without unreadable images."""
     paths = {path for path, _ in bad}
     return catalog.subset([row for row, path in enumerate(catalog.paths) if path not in paths])

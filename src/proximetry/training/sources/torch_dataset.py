@@ -130,7 +130,7 @@ def _plain_label(label: Any) -> Any:
 
 
 def _labels(name: str, dataset: Any, display: Display) -> list[Any]:
-    """Return the labels of all items: those the dataset lists, if they are right, else read."""
+    """Return the labels of all items: those the dataset lists if they are correct, else read."""
     stored, rows = _stored_labels(dataset), range(len(dataset))
     samples = (rows[0], rows[len(rows) // 2], rows[-1])
     if stored and all(_read_item(name, dataset, row)[1] == stored[row] for row in samples):
@@ -183,7 +183,7 @@ class _Task(Dataset[Any]):
 def _map(
     function: Callable[[Any], Any], arguments: Iterable[Any], processes: int = 1
 ) -> Iterator[Any]:
-    """Call a function in worker processes, whose cores this run shares among its processes."""
+    """Call a function in worker processes; the run's ``processes`` share the cores."""
     workers = max(1, min(MAX_WORKERS, cores() // processes))
     sampler: Any = arguments
     loader = DataLoader(_Task(function), batch_size=None, sampler=sampler, num_workers=workers)
@@ -217,13 +217,13 @@ class _BatchReader:
 
     def train(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the input of a training step and its labels."""
-        generator, mine = batch.generator(), batch.local_slice
+        generator, local_slice = batch.generator(), batch.local_slice
         labels = torch.from_numpy(batch.labels)
-        seeds = [derive_seed(*batch.key, position) for position in range(batch.total)[mine]]
+        seeds = [derive_seed(*batch.key, position) for position in range(batch.total)[local_slice]]
         images = self._items(batch.rows, seeds)
         if self.tensors:
             return torch.stack(images), labels
-        uniforms = self.augment.draw_uniforms(batch.total, generator)[mine]
+        uniforms = self.augment.draw_uniforms(batch.total, generator)[local_slice]
         interpolation = self.preprocessing.interpolation
         arrays = [
             np.array(resize_image(open_image(image), self.size, interpolation)) for image in images
@@ -231,7 +231,7 @@ class _BatchReader:
         pixels, rows = PixelCache.in_memory(arrays), np.arange(len(arrays))
         crops = self.augment.apply(pixels, rows, self.augment.windows(pixels, rows, uniforms))
         if self.colors:
-            crops = recolor(crops, self.colors.draw(batch.total, generator)[mine])
+            crops = recolor(crops, self.colors.draw(batch.total, generator)[local_slice])
         return crops, labels
 
     def view(self, rows: Rows) -> Tensor:
@@ -300,7 +300,7 @@ class TorchDatasetData(TrainingData):
         self._reader = _BatchReader(datasets, catalog, recipe, embedder.preprocessing, tensors)
 
     def open_cache(self, mode: str) -> None:
-        """Items are read when they are needed, from where the dataset has them."""
+        """Do nothing: the dataset reads its items on demand."""
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pixels or tensors, and labels, of this process's part of each batch."""
@@ -310,7 +310,7 @@ class TorchDatasetData(TrainingData):
 
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
         """Yield batches of items as in evaluation."""
-        rows = self._filled(rows, batch_size)
+        rows = self._pad_rows(rows, batch_size)
         parts = [rows[part] for part in chunks(len(rows), batch_size)]
         for pixels in _map(self._reader.view, parts, self.world.size):
             yield pixels.to(self.world.device)

@@ -32,7 +32,7 @@ from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import DataConfig, Protocol, Recipe
 from proximetry.training.distributed import World
 from proximetry.training.errors import RunError
-from proximetry.training.evaluation_inputs import check_comparison, no_positives
+from proximetry.training.evaluation_inputs import check_comparison, explain_missing_positives
 from proximetry.training.reporting import Display
 
 Rows = npt.NDArray[np.int64]
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
     """This process's part of a batch, before its images are loaded.
 
     Attributes:
-        rows: of the catalog.
+        rows: catalog rows.
         labels: their classes.
         local_slice: the part in the whole batch, which has ``total`` rows.
         key: the seed of the run, the epoch, the number of the batch.
@@ -71,8 +71,8 @@ class TrainingData(ABC):
         sampler: selects the training rows of each batch.
         notes: remarks on the data.
         fingerprint: identifies the rows when a run resumes.
-        stage: the input of the embedder that batches are.
-        origin: where rows are read from, in words, unless ``data.cache`` decides that.
+        stage: the embedder stage that batches are fed to.
+        origin: text that describes where rows are read from; empty if ``data.cache`` decides it.
     """
 
     fingerprint: dict[str, Any]
@@ -116,12 +116,12 @@ class TrainingData(ABC):
 
     def _batch(self, epoch: int, number: int) -> Batch:
         indices = self.sampler.batch(epoch, number)
-        mine = self.world.local_slice(len(indices))
-        rows, labels = self.rows["train"][indices[mine]], self._codes[indices[mine]]
+        local_slice = self.world.local_slice(len(indices))
+        rows, labels = self.rows["train"][indices[local_slice]], self._codes[indices[local_slice]]
         key = self._recipe.training.seed, epoch, number
-        return Batch(rows, labels, mine, len(indices), key)
+        return Batch(rows, labels, local_slice, len(indices), key)
 
-    def _filled(self, rows: Rows, batch_size: int) -> Rows:
+    def _pad_rows(self, rows: Rows, batch_size: int) -> Rows:
         """Repeat the last row to fill the last batch on a GPU: a CUDA graph has one batch size."""
         missing = -len(rows) % batch_size if self.world.device.type == "cuda" else 0
         return np.concatenate([rows, np.full(missing, rows[-1])]) if missing else rows
@@ -202,16 +202,16 @@ def split_rows(catalog: Catalog, recipe: Recipe) -> DataSplit:
             )
         if reason:
             protocol = "last"
-            notes.append(f"{reason}: trained on all of them, the last epoch is saved")
+            notes.append(f"{reason}. Training uses all classes and saves the last epoch")
         held_out = np.isin(part.class_names, names)[part.codes]
         rows["train"], rows["held_out"] = train[~held_out], train[held_out]
         titles["held_out"] = "the held-out classes"
     for name, selects in (("held_out", "held_out"), ("test", "paper")):
         if len(rows[name]) == 0:
             continue
-        reason = _why_unusable(catalog.subset(rows[name]), titles[name], recipe)
+        reason = _explain_unusable(catalog.subset(rows[name]), titles[name], recipe)
         if reason and protocol == selects:
-            raise RunError(f"{reason}, to select an epoch. Or use evaluation.protocol last.")
+            raise RunError(f"cannot select an epoch: {reason}. Use evaluation.protocol last.")
         if reason:
             notes.append(f"{reason}: it is not evaluated")
             rows[name] = rows[name][:0]
@@ -234,11 +234,11 @@ def split_rows(catalog: Catalog, recipe: Recipe) -> DataSplit:
     return DataSplit(rows, protocol, notes)
 
 
-def _why_unusable(part: Catalog, title: str, recipe: Recipe) -> str:
+def _explain_unusable(part: Catalog, title: str, recipe: Recipe) -> str:
     """Return why no query has a positive and a negative, "" if some have; check the metrics."""
     if len(part.class_names) == 1 or np.bincount(part.codes).max() == 1:
         return f"{title} needs two classes, one of them with two images or more"
-    if reason := no_positives(part):
+    if reason := explain_missing_positives(part):
         return f"in {title} {reason}"
     try:
         check_comparison(part, recipe.evaluation.metrics)

@@ -45,7 +45,7 @@ class VectorData(TrainingData):
 
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
         """Yield batches of rows."""
-        rows = self._filled(rows, batch_size)
+        rows = self._pad_rows(rows, batch_size)
         for start in range(0, len(rows), batch_size):
             yield self._rows(rows[start : start + batch_size])
 
