@@ -96,7 +96,7 @@ class RunEvaluation:
         sign = 1 if best else -1
         scores, similarities = self.evaluation.scores[self.ranking], self.neighbors.similarities
         order = np.lexsort((sign * similarities[:, 0], -sign * scores))
-        return self.one_per_class(order[self.evaluation.scored[order]], count)
+        return self.one_per_class(order[self.evaluation.is_scored[order]], count)
 
     def one_per_class(self, queries: Rows, count: int) -> list[int]:
         """Return the first query of each class."""
