@@ -66,7 +66,7 @@ def test_train_skips_and_lists_bad_images(home, printed):
     notes = json.loads((home / "run" / "results.json").read_text())["notes"]
     for name in [*BROKEN, "gone.png"]:
         assert any(f" {name}:" in note for note in notes)
-    assert "columns that are not used: label" in notes
+    assert "unused columns: label" in notes
     classes = Embedder.load(home / "run").class_names
     assert set(classes) < {str(number) for number in range(12)}
 

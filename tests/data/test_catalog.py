@@ -160,7 +160,7 @@ def test_filter():
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"labels": ("a", "")}, "row 2, column label: '' is not a valid text"),
+        ({"labels": ("a", "")}, "row 2, column label: '' is not valid text"),
         ({"labels": ("a", 3)}, "row 2, column label: 3 is not"),
         ({"labels": ("a",)}, "labels has 1 entries, paths has 2"),
         ({"paths": ("x\0", "y")}, "row 1, column path"),
@@ -245,7 +245,7 @@ def test_kinds_of_columns_in_parquet(tmp_path):
         "big": (str(2**64 - 1), 1),
         "kind": ("x", "y"),
     }
-    assert found.notes == ("columns that are not used: vector, raw",)
+    assert found.notes == ("unused columns: vector, raw",)
 
 
 @pytest.mark.parametrize(
@@ -283,11 +283,11 @@ def test_cells_are_numbers_if_all_of_them_are(tmp_path, cells, values):
         ({"path": ("x",)}, "columns has 'path'"),
         ({"": ("x",)}, "invalid name of a column: ''"),
         ({"x": ("a", "b")}, "x has 2 entries, paths has 1"),
-        ({"x": ([1],)}, r"row 1, column x: \[1\] is neither a text nor a number"),
+        ({"x": ([1],)}, r"row 1, column x: \[1\] is neither text nor a number"),
         ({"x": (float("inf"),)}, "row 1, column x: inf is neither"),
     ],
 )
-def test_invalid_further_columns_are_rejected(columns, message):
+def test_invalid_extra_columns_are_rejected(columns, message):
     with pytest.raises(ValueError, match=message):
         Catalog(("a.png",), ("ant",), ("all",), columns=columns)
 
@@ -334,14 +334,14 @@ def test_parquet_errors(tmp_path):
         Catalog.from_parquet(tmp_path / "text.parquet")
     lists = arrow.table({"path": ["x"], "label": [["a", "b"]]})
     parquet.write_table(lists, tmp_path / "lists.parquet")
-    with pytest.raises(ValueError, match=r"row 1, column label: \['a', 'b'\] is not a valid text"):
+    with pytest.raises(ValueError, match=r"row 1, column label: \['a', 'b'\] is not valid text"):
         Catalog.from_parquet(tmp_path / "lists.parquet", check_files=False)
 
 
-def test_further_columns_are_listed_in_layout(tmp_path):
+def test_extra_columns_are_listed_in_layout(tmp_path):
     file = tmp_path / "t.csv"
     file.write_text("path,label,width,height,x\na.jpg,x,1,2,3\nb.jpg,y,1,2,3\n")
-    expected = "images: 2 classes: x, y; further columns, for search only: width, height, x"
+    expected = "images: 2 classes: x, y; extra columns, used only for search: width, height, x"
     assert Catalog.from_csv(file, check_files=False).layout == expected
 
 
@@ -432,7 +432,7 @@ def test_folder_with_splits(tmp_path, more, skipped):
 
 def test_ambiguous_split_folder_is_rejected(tmp_path):
     make_tree(tmp_path, ["train/steam/1.png", "train/diesel/2.png", "bus/3.png"])
-    with pytest.raises(ValueError, match=r"is train/ a split or a class\? .* move bus/ elsewhere"):
+    with pytest.raises(ValueError, match=r"train/ is a split or a class.* Move bus/ elsewhere"):
         Catalog.from_folder(tmp_path)
     (tmp_path / "train").rename(tmp_path / "trains")
     catalog = Catalog.from_folder(tmp_path)
@@ -494,7 +494,7 @@ def test_describe():
     assert lines[1].split() == ["split", "images", "classes", "smallest", "median", "largest"]
     assert lines[2].split() == ["train", "4", "2", "1", "2", "3"]
     assert lines[3].split() == ["test", "2", "2", "1", "1", "1"]
-    assert lines[4].split() == ["together", "6", "3", "1", "2", "3"]
+    assert lines[4].split() == ["total", "6", "3", "1", "2", "3"]
     assert lines[5].startswith("note: train and test share 1 class, so test does not measure")
     apart = small("aab", splits=("train", "train", "test"))
     assert "train and test share no class" in apart.describe()
@@ -546,9 +546,9 @@ def test_columns_of_texts_are_like_tuples(values):
     assert pickle.loads(pickle.dumps(column[::-2])) == tuple(values)[::-2]
     assert [column[i] for i in range(-len(values), len(values))] == values * 2
     texts = tuple("" if value is None else value for value in values)
-    coded = pack(texts, recurring=True)
+    coded = pack(texts, categorical=True)
     assert coded == texts
     assert coded.distinct == tuple(sorted(set(texts)))
     assert coded[::3] == texts[::3]
     assert coded[::3].distinct == tuple(sorted(set(texts[::3])))
-    assert pack(Column(encode(texts)), recurring=True).array == coded.array
+    assert pack(Column(encode(texts)), categorical=True).array == coded.array

@@ -165,7 +165,7 @@ def check_tree(root):
     """Compare the catalog of a folder with the plain account of it."""
     found, account = outcome(root), expected(root)
     if account is None:
-        assert "a split or a class?" in str(found)
+        assert "is a split or a class" in str(found)
         return "ambiguous"
     starts, divided, images = account
     if not images:

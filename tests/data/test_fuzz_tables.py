@@ -163,7 +163,7 @@ def check(file, root, columns, read):
         assert {name: getattr(found, name) for name in wanted} == wanted
         others = [name for name in columns if name in OTHERS]
         unused = [name for name in others if name not in found.columns]  # raw bytes of Parquet
-        assert found.notes == ((f"columns that are not used: {unused[0]}",) if unused else ())
+        assert found.notes == ((f"unused columns: {unused[0]}",) if unused else ())
         assert set(found.columns) <= set(others)
         assert not unused or file.suffix == ".parquet"
     return "rejected" if isinstance(wanted, str) else "read"

@@ -389,13 +389,13 @@ def large_jpeg(request, tmp_path_factory):
 def test_thumbnails_decode_large_jpeg_files_at_a_reduced_size(large_jpeg, monkeypatch):
     expected = open_image(large_jpeg)
     expected.thumbnail((100, 100))
-    finish, decoded = images._finish, []
+    finish, decoded = images._to_upright_rgb, []
 
     def finished(image, name):
         decoded.append(image.size)
         return finish(image, name)
 
-    monkeypatch.setattr(images, "_finish", finished)
+    monkeypatch.setattr(images, "_to_upright_rgb", finished)
     small = thumbnail(large_jpeg, 100)
     assert decoded == [(401, 302)]
     assert small.size == expected.size

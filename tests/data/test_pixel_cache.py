@@ -144,17 +144,16 @@ def test_change_while_decoding_is_an_error(catalog, home):
     assert (PixelCache.build(catalog, 16, home)[3] == reference(catalog.file(3), 16)).all()
 
 
-def test_copies_are_reported(catalog, home):
+def test_duplicates_are_reported(catalog, home):
     assert PixelCache.build(catalog, 16, home).catalog.notes == ()
     for copy in ("class0/copy.png", "class1/copy.png", "class1/more.png"):
         shutil.copy(catalog.file(0), catalog.root / copy)
     more = Catalog.from_folder(catalog.root)
     for _ in range(2):  # the second time without reading them
         assert PixelCache.build(more, 16, home).catalog.notes == (
-            "copies of images in the same class, byte for byte (1): class0/copy.png (of "
-            "class0/0.png)",
-            "copies of images in another class, byte for byte, so one of the two labels is wrong "
-            "(2): class1/copy.png (of class0/0.png), class1/more.png (of class0/0.png)",
+            "duplicate images in the same class (1): class0/copy.png (of class0/0.png)",
+            "duplicate images in different classes, so one of the two labels is wrong (2): "
+            "class1/copy.png (of class0/0.png), class1/more.png (of class0/0.png)",
         )
 
 

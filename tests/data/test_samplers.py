@@ -182,7 +182,7 @@ def test_errors(make, message):
 
 
 def dealt(items, count, seed, turns):
-    """The first turns of a deck: shuffle after shuffle, each as the turn it begins in needs it."""
+    """The first turns of a cyclic shuffle, each shuffle reordered to avoid duplicates in a turn."""
     taken = []
     for number in range(-(-turns * count // len(items))):
         order = np.random.default_rng([*seed, number]).permutation(items).tolist()
@@ -195,26 +195,26 @@ def dealt(items, count, seed, turns):
 
 
 @given(options=balanced())
-def test_batches_equal_explicit_rounds_and_decks(options):
+def test_batches_equal_explicit_shuffles(options):
     sampler = ClassBalancedSampler(**options)
     codes, c, m, seed = options.values()
     labels = sorted(set(codes.tolist()))
     batches = 3 * len(sampler)
     rounds = dealt(np.arange(len(labels)), c, (seed, 1), batches)
     turns = -(-batches * c // len(labels))
-    decks = [
+    shuffles = [
         dealt(np.flatnonzero(codes == label), m, (seed, 2, place), turns)
         for place, label in enumerate(labels)
     ]
     met = Counter()
     for batch, classes in zip(several(sampler, 3), rounds, strict=True):
-        wanted = [item for place in classes for item in decks[place][met[place]]]
+        wanted = [item for place in classes for item in shuffles[place][met[place]]]
         met.update(classes)
         assert batch.tolist() == wanted
 
 
-def test_dropped_decks_are_drawn_again_the_same(monkeypatch):
+def test_evicted_class_shuffles_are_reproduced(monkeypatch):
     codes = np.arange(400) % 40
     expected = np.stack(several(ClassBalancedSampler(codes, 8, 3), 9))
-    monkeypatch.setattr("proximetry.data.samplers._MAX_DECKS", 5)
+    monkeypatch.setattr("proximetry.data.samplers._MAX_CACHED_CLASSES", 5)
     assert (np.stack(several(ClassBalancedSampler(codes, 8, 3), 9)) == expected).all()

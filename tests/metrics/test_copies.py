@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from proximetry.metrics import Metrics, evaluate, retrieve
 from proximetry.metrics._search import neighbors, symmetric
-from proximetry.metrics._search.problem import find_copies
+from proximetry.metrics._search.problem import find_duplicates
 
 from . import brute
 
@@ -117,10 +117,10 @@ def test_copies_are_found_exactly():
         expected = [(i, first.setdefault(row.tobytes(), i)) for i, row in enumerate(matrix)]
         expected = [pair for pair in expected if pair[0] != pair[1]]
         assert expected
-        later, earlier = find_copies(torch.from_numpy(matrix))
+        later, earlier = find_duplicates(torch.from_numpy(matrix))
         assert list(zip(later.tolist(), earlier.tolist(), strict=True)) == expected
     zeros = torch.tensor([[0.0, -0.0, 1.0], [2.0, 0.0, 1.0], [-0.0, 0.0, 1.0]])
-    later, earlier = find_copies(zeros)
+    later, earlier = find_duplicates(zeros)
     assert (later.tolist(), earlier.tolist()) == ([2], [0])
 
 

@@ -152,7 +152,7 @@ def test_queries_without_positive_are_skipped_and_counted():
     assert (means["queries"], means["queries_without_positive"]) == (2, 3)
     assert means["recall@1"] == 1.0
     assert np.isnan(evaluation.scores["recall@1"]).tolist() == [False, False, True, True, True]
-    assert evaluation.scored.tolist() == [True, True, False, False, False]
+    assert evaluation.is_scored.tolist() == [True, True, False, False, False]
 
 
 def test_per_class_table():

@@ -15,7 +15,7 @@ from proximetry.metrics._search import neighbors, symmetric
 from proximetry.metrics._search.neighbors import nearest, search_blocks
 from proximetry.metrics._search.problem import SearchProblem
 from proximetry.metrics._search.similarities import from_keys, to_keys
-from proximetry.metrics._search.symmetric import applies, search_symmetric
+from proximetry.metrics._search.symmetric import can_search_symmetric, search_symmetric
 
 from . import brute
 
@@ -70,7 +70,7 @@ def small_tiles(monkeypatch):
 
 
 def both_ways(problem, depth):
-    assert applies(problem, depth)
+    assert can_search_symmetric(problem, depth)
     count = len(problem.gallery)
     one = search_symmetric(problem, depth, with_ranks=True)
     ids = torch.empty((count, depth), dtype=torch.int64)

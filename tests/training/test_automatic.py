@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from proximetry.recipe import auto as module
-from proximetry.recipe.auto import DeviceFacts, StorageFacts, choose
+from proximetry.recipe.auto import DeviceInfo, StorageInfo, choose
 from proximetry.training import Recipe, RunError, train
 from proximetry.training.reporting import PlainDisplay
 from tests.training.runs import killed_at
 from tests.training.tiny import with_
 
-H200 = DeviceFacts("NVIDIA H200", True, capability=(9, 0), free=140 * 10**9, triton=True)
-CPU = DeviceFacts("the CPU (2 threads)")
+H200 = DeviceInfo("NVIDIA H200", True, capability=(9, 0), free=140 * 10**9, triton=True)
+CPU = DeviceInfo("the CPU (2 threads)")
 FIXED = {"data.cache": "pixels", "training.precision": "float32", "training.cuda_graph": False}
 FORCED = {"data.cache": "gpu", "training.precision": "float16", "training.cuda_graph": True}
 GB = 10**9
@@ -20,7 +20,7 @@ GB = 10**9
 
 def roomy(pixels):
     """Return pixels of which at most 20 GB are missing, on a machine that has room for them."""
-    return StorageFacts(int(pixels), min(int(pixels), 20 * GB), disk=1000 * GB, memory=500 * GB)
+    return StorageInfo(int(pixels), min(int(pixels), 20 * GB), disk=1000 * GB, memory=500 * GB)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_choices_depend_on_the_device(device, values, pixels, chosen, note):
     ],
 )
 def test_images_are_decoded_on_the_fly_if_pixels_do_not_fit(device, sizes, chosen, note):
-    storage = StorageFacts(*(size * GB for size in sizes))
+    storage = StorageInfo(*(size * GB for size in sizes))
     recipe, lines = choose(Recipe(), device, images=1000, storage=storage)
     assert recipe.data.cache == chosen
     assert note in lines[0]

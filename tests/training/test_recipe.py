@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from proximetry.models import Embedder, weights
 from proximetry.models.backbones import load_timm
 from proximetry.recipe.loading import (
+    describe_resets,
     merge,
     parse_yaml,
     plain_values,
     read_yaml,
-    resets,
 )
 from proximetry.recipe.schema import recipe_keys
 from proximetry.reproduce import ReproduceError, Table
@@ -89,7 +89,7 @@ def test_base_is_inherited(tmp_path):
 def test_circular_base_is_rejected(tmp_path):
     (tmp_path / "a.yaml").write_text("base: b.yaml")
     (tmp_path / "b.yaml").write_text("base: a.yaml")
-    with pytest.raises(RecipeError, match=r"in a circle: a.yaml → b.yaml → a.yaml"):
+    with pytest.raises(RecipeError, match=r"circular `base` recipes: a.yaml → b.yaml → a.yaml"):
         Recipe.load(tmp_path / "a.yaml")
     (tmp_path / "a.yaml").write_text("base: cub-mpaa")
     with pytest.raises(RecipeError, match="did you mean 'cub-mpa'"):
@@ -224,10 +224,12 @@ def test_change_resets_keys_it_makes_meaningless(changes, left, tmp_path):
 
 def test_resets_lists_keys_that_no_change_names():
     values = plain_values("default")
-    assert resets(values, {"optimizer.lr": 1, "model": {"image_size": 288}}) == []
+    assert describe_resets(values, {"optimizer.lr": 1, "model": {"image_size": 288}}) == []
     sizes = {"model.image_size": 320, "model.resize": 340, "data": {"crop_size": 256}}
-    assert resets(values, sizes) == []
-    result = resets(values, {"model": {"pca_dim": None, "image_size": 320}, "model.resize": 320})
+    assert describe_resets(values, sizes) == []
+    result = describe_resets(
+        values, {"model": {"pca_dim": None, "image_size": 320}, "model.resize": 320}
+    )
     assert result == [
         "model.pca_dim None also resets model.whitening (0.25)",
         "model.image_size 320 also resets data.crop_size (256)",
@@ -259,9 +261,9 @@ def test_merging_partial_overrides_resets_only_known_keys():
         ({"model.pca_dim": 64}, {"model.dim": 64}),
         ({"model.resize": 256}, {"model.image_size": 112}),
     ):
-        assert merge(more, then, whole=False) == merge({}, {**more, **then})
+        assert merge(more, then, is_complete=False) == merge({}, {**more, **then})
     other = {"loss": {"name": "arcface", "settings": {"margin": 0.3}}}
-    assert merge(other, {"loss.name": "mpa"}, whole=False) == {"loss": {"name": "mpa"}}
+    assert merge(other, {"loss.name": "mpa"}, is_complete=False) == {"loss": {"name": "mpa"}}
 
 
 def test_empty_section_is_rejected():

@@ -244,7 +244,7 @@ def test_broken_vector_files_are_rejected(tmp_path, capsys):
         broken(tmp_path, "c.npz", vectors=vectors, labels=labels[:9]): "9 labels for 72 vectors",
         broken(
             tmp_path, "d.npz", vectors=nan, labels=labels
-        ): "1 vectors have NaN or infinity, row 5",
+        ): "1 vectors contain NaN or infinity, first in row 5",
         broken(tmp_path, "e.npz", vectors=vectors[0], labels=labels): "must be numbers [rows, dim]",
         broken(tmp_path, "f.npz", vectors=vectors, labels=objects): "an array cannot be read",
         broken(tmp_path, "g.npz", vectors=vectors, labels=[*["x"] * 71, ""]): "no label in row 72",

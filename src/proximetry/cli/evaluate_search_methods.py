@@ -10,7 +10,7 @@ from proximetry._util.formatting import format_int
 from proximetry._util.types import Progress
 from proximetry.cli.output import wrap
 from proximetry.metrics import Evaluation, Metrics, evaluate
-from proximetry.metrics.reranking import ALPHA, K1, K2, MIN_K, RERANKED, WEIGHT, candidates
+from proximetry.metrics.reranking import ALPHA, K1, K2, MIN_K, RERANKED, WEIGHT, num_candidates
 from proximetry.metrics.scores import COUNTS
 from proximetry.training.metrics_table import metrics_table
 
@@ -28,7 +28,7 @@ def make_rows(
     rerank: bool,
 ) -> list[Row]:
     """Return a row for each search method, plain search first; none if there is only that."""
-    similarity, count = arguments["similarity"], candidates(MIN_K)
+    similarity, count = arguments["similarity"], num_candidates(MIN_K)
     signs = "sign of each dimension (bit 1 if positive), nothing fitted to these images"
     expansion = (
         f"query expansion with {expand} neighbors (α = {ALPHA:g}), without the query, then "
@@ -59,7 +59,7 @@ def make_rows(
         methods.append(("expansion, then re-ranking", f"{expansion}; then {reranking}", both))
     if not methods:
         return []
-    options: Any = {**arguments, "metrics": metrics.of_lists(), "progress": progress}
+    options: Any = {**arguments, "metrics": metrics.per_query_only(), "progress": progress}
     protocol = f"float32 vectors, {similarity}, exact"
     rows = [_row(f"vectors, {similarity}", protocol, plain, arguments)]
     for name, protocol, extra in methods:
@@ -77,7 +77,7 @@ def _row(name: str, protocol: str, evaluation: Evaluation, arguments: Mapping[st
     pairs = f"each of {images} against all others"
     if "queries" in arguments:
         pairs = f"{format_int(len(arguments['queries']))} queries against a gallery of {images}"
-    means = {key: value for key, value in evaluation.mean().items() if key not in evaluation.whole}
+    means = {key: value for key, value in evaluation.items() if key not in evaluation.set_scores}
     return {"name": name, "protocol": f"{pairs}; {protocol}", "metrics": means}
 
 

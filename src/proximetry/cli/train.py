@@ -17,15 +17,15 @@ from cyclopts import Group, Parameter, Token
 from proximetry._util.formatting import format_value, join_first
 from proximetry.cli.options import AsJson, ColumnPairs, Device, Flag
 from proximetry.cli.output import print_result, wrap
-from proximetry.data.datasets import list_datasets, not_found, resolve_source
+from proximetry.data.datasets import list_datasets, not_found_message, resolve_source
 from proximetry.recipe.loading import (
     RecipeError,
     YamlError,
+    describe_resets,
     merge,
     parse_yaml,
     plain_values,
     read_yaml,
-    resets,
     shipped_recipes,
 )
 from proximetry.recipe.schema import AUTO, Recipe, Section, recipe_keys
@@ -134,7 +134,8 @@ def train(
         overrides: keys of the recipe.
     """
     changes = read_yaml(config, "overrides") if config is not None else {}
-    plan = make_plan(images, out, recipe, merge(changes, overrides, whole=False), device, fresh)
+    changes = merge(changes, overrides, is_complete=False)
+    plan = make_plan(images, out, recipe, changes, device, fresh)
     if print_config:
         print(plan.recipe.to_yaml(), end="")
         return
@@ -186,7 +187,7 @@ def make_plan(
         recipe_name = source
     else:
         dataset, root = _find_images(source, changes)
-        changes = merge(changes, {"data": {"dataset": dataset, "root": root}}, whole=False)
+        changes = merge(changes, {"data": {"dataset": dataset, "root": root}}, is_complete=False)
         images = Path(os.path.abspath(root or dataset))
         name = images.stem if images.is_file() else images.name
         recipe_name = recipe_name or (VECTORS_RECIPE if dataset == "vectors" else None)
@@ -208,13 +209,13 @@ def make_plan(
     if saved is None or saved.name not in names:
         if defaults and recipe_name == CPU_RECIPE:
             lines.insert(0, f"use --recipe {GPU_RECIPE} on a GPU")
-        lines += resets(plain_values(recipe_name), changes)
+        lines += describe_resets(plain_values(recipe_name), changes)
     else:
         if saved.name != recipe.name:  # the default of another device
             recipe = Recipe.load(saved.name, changes)
         before, reason = recipe.computation_keys(), f"run in {out}: "
         cache = {"data.cache": recipe.data.cache}  # depends on the device
-        recipe = Recipe.load(saved.to_dict(), merge(cache, changes, whole=False))
+        recipe = Recipe.load(saved.to_dict(), merge(cache, changes, is_complete=False))
         now = recipe.computation_keys()
         differing = [
             f"{key} {format_value(now[key])}" for key in now if before[key] not in (AUTO, now[key])
@@ -257,7 +258,7 @@ def _find_images(source: str, changes: Mapping[str, Any]) -> tuple[str, str | No
         if Path(source).expanduser().exists():
             raise RecipeError(str(error)) from None
         known = [*shipped_recipes(), *list_datasets()]
-        raise RecipeError(not_found(source, known, "recipe or dataset")) from None
+        raise RecipeError(not_found_message(source, known, "recipe or dataset")) from None
     return dataset or name, None if path is None else str(path.absolute())
 
 

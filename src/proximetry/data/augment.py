@@ -19,7 +19,7 @@ from proximetry.data.resample import PerImage, Rows, Windows, image_sizes, resam
 
 # Tries for a window that fits, before the largest central one is taken.
 _TRIES = 10
-# How bright red, green and blue appear (ITU-R 601), as torchvision has them.
+# Luma weights (ITU-R 601), as in torchvision.
 _LUMA = (0.2989, 0.587, 0.114)
 # Axes of color without luma (NTSC's I and Q), in whose plane hue is an angle.
 _CHROMA = ((0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
@@ -74,12 +74,12 @@ class RandomResizedCrop:
         central_height, central_width = self._central(heights, widths)
         height = torch.where(fits, height, central_height)
         width = torch.where(fits, width, central_width)
-        room_down, room_right = heights - height, widths - width
-        down = (uniforms[:, -3] * (room_down + 1)).long()
-        right = (uniforms[:, -2] * (room_right + 1)).long()
+        max_top, max_left = heights - height, widths - width
+        top = (uniforms[:, -3] * (max_top + 1)).long()
+        left = (uniforms[:, -2] * (max_left + 1)).long()
         return Windows(
-            top=torch.where(fits, down, room_down // 2),
-            left=torch.where(fits, right, room_right // 2),
+            top=torch.where(fits, top, max_top // 2),
+            left=torch.where(fits, left, max_left // 2),
             height=height,
             width=width,
             flip=(uniforms[:, -1] < 0.5) & self.flip,
@@ -113,7 +113,7 @@ class CenterCrop:
     """The center of cached images: a square, or (height, width).
 
     As augmentation, with ``flip`` half of the images are mirrored, at random.
-    From a cache of an embedder's `resize` and interpolation, the result has the bytes of
+    On a cache built with the embedder's resize and interpolation, the result is byte-identical to
     `resize_and_center_crop` of the files.
     """
 
@@ -197,19 +197,19 @@ class ColorJitter:
                 raise ValueError(f"{name} must be between 0 and {maximum}, got {value!r}")
 
     def __bool__(self) -> bool:
-        """Whether it does anything."""
+        """Return whether any change is enabled."""
         return max(self.jitter, self.hue, self.grayscale) > 0
 
     def draw(self, count: int, generator: torch.Generator) -> ColorChanges:
         """Draw changes: equally many random numbers per image, so a batch can be sliced."""
         u = torch.rand(count, 5, generator=generator, dtype=torch.float64)
-        around = (2 * u - 1).unbind(1)
-        saturation = 1 + self.jitter * around[1]
+        offset = (2 * u - 1).unbind(1)
+        saturation = 1 + self.jitter * offset[1]
         return ColorChanges(
-            hue=self.hue * around[0],
+            hue=self.hue * offset[0],
             saturation=torch.where(u[:, 4] < self.grayscale, 0.0, saturation),
-            contrast=1 + self.jitter * around[2],
-            brightness=1 + self.jitter * around[3],
+            contrast=1 + self.jitter * offset[2],
+            brightness=1 + self.jitter * offset[3],
         )
 
 
@@ -218,7 +218,7 @@ def recolor(pixels: Tensor, changes: ColorChanges) -> Tensor:
     matrix, share = _matrices(changes)
     numbers = torch.cat([matrix.flatten(1), share[:, None]], dim=1).float()
     if pixels.is_cuda:
-        numbers = numbers.pin_memory()  # so that nothing waits for the copy
+        numbers = numbers.pin_memory()  # so that the copy is asynchronous
     numbers = numbers.to(pixels.device, non_blocking=True)
     batch, _, height, width = pixels.shape
     values = pixels.permute(0, 2, 3, 1).reshape(batch, height * width, 3).float()

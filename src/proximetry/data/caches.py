@@ -16,7 +16,7 @@ from proximetry._util.files import PART_SUFFIX, acquire_lock, cache_folder
 _ABOUT = {
     "glyphs": "the built-in dataset of characters",
     "maps": "the map of a gallery",
-    "milvus": "embedded images on their way to Milvus",
+    "milvus": "embeddings waiting for upload to Milvus",
 }
 
 
@@ -73,7 +73,7 @@ def _entry(path: Path) -> CacheEntry:
 
 
 def remove_cache(path: Path, *, dry_run: bool = False) -> bool:
-    """Remove a cache or a leftover; return False if a process writes it.
+    """Remove a cache or a leftover; return False if a process is writing it.
 
     Processes that have opened a pixel cache keep their memory map.
     """

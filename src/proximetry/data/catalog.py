@@ -33,10 +33,10 @@ from proximetry.data.folders import (
 from proximetry.data.tables import (
     TEXT,
     Column,
+    duplicate_rows,
     pack,
     read_csv,
     read_parquet,
-    repeated_rows,
     write_csv,
     write_parquet,
 )
@@ -44,10 +44,10 @@ from proximetry.data.tables import (
 SPLITS = ("all", "train", "val", "test")
 
 AnyPath: TypeAlias = "str | os.PathLike[str]"
-_RECURRING = ("labels", "splits", "groups")
+_CATEGORICAL = ("labels", "splits", "groups")
 _FLAGS = ("query", "gallery")
 # File names that are not UTF-8 have surrogates from U+DC80 to U+DCFF (surrogateescape).
-_NO_FILE_NAME = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
+_INVALID_FILE_NAME = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 _MAX_PROBLEMS = 5  # problems in an error message
 _PROGRESS_EVERY = 1000  # files
 
@@ -59,8 +59,7 @@ class Catalog:
     Columns read like tuples; they are stored as pyarrow arrays.
 
     Attributes:
-        paths: relative to `root`, or absolute; "shard.tar::member" for an
-            image inside a tar shard.
+        paths: relative to `root`, or absolute; "shard.tar::member" inside a tar shard.
         labels: class names.
         splits: "train", "val" or "test"; "all" for images without a split.
         root: the folder of relative paths.
@@ -69,7 +68,7 @@ class Catalog:
         groups: anything coarser than a class, such as the kind of product.
         notes: warnings from reading the data, such as missing images.
         layout: the classes and splits that were inferred, if any.
-        columns: further metadata for galleries by name: text, numbers, flags, or None.
+        columns: extra metadata for galleries by name: text, numbers, flags, or None.
     """
 
     paths: Sequence[str]
@@ -86,7 +85,7 @@ class Catalog:
     def __post_init__(self) -> None:
         for name in FIELDS.values():
             if (values := getattr(self, name)) is not None:
-                object.__setattr__(self, name, pack(values, recurring=name in _RECURRING))
+                object.__setattr__(self, name, pack(values, categorical=name in _CATEGORICAL))
         object.__setattr__(self, "root", Path(self.root))
         object.__setattr__(self, "notes", tuple(self.notes))
         columns = {name: pack(values) for name, values in self.columns.items()}
@@ -152,19 +151,19 @@ class Catalog:
         """Return the rows that meet all conditions."""
         if split is not None and split not in SPLITS:
             raise ValueError(f"unknown split {split!r}{suggest(split, SPLITS)}")
-        keep = np.ones(len(self), bool)
+        mask = np.ones(len(self), bool)
         if labels is not None:
             names = {labels} if isinstance(labels, str) else set(labels)
             if unknown := sorted(names - set(self.class_names)):
                 raise ValueError(f"unknown class: {join_first(map(repr, unknown))}")
-            keep &= cast(Column, self.labels).isin(names)
+            mask &= cast(Column, self.labels).isin(names)
         conditions = {"split": split, "group": group, "query": query, "gallery": gallery}
         for name, value in conditions.items():
             if value is not None:
                 if (column := getattr(self, FIELDS[name])) is None:
                     raise ValueError(f"this catalog has no {name} column to filter by")
-                keep &= np.asarray(column) == value
-        return self.subset(keep)
+                mask &= np.asarray(column) == value
+        return self.subset(mask)
 
     def split_classes(
         self,
@@ -229,7 +228,7 @@ class Catalog:
     def describe(self) -> str:
         """Return a few lines: numbers of images and classes by split."""
         parts = self._images_of_splits
-        totals = {"together": np.bincount(self.codes)} if len(parts) > 1 else {}
+        totals = {"total": np.bincount(self.codes)} if len(parts) > 1 else {}
         table: list[tuple[object, ...]] = [
             ("split", "images", "classes", "smallest", "median", "largest")
         ]
@@ -311,7 +310,7 @@ class Catalog:
     ) -> Catalog:
         """Read a Parquet table; the arguments are those of `from_csv`.
 
-        Further columns keep their types. Labels of any type become text: integers as 7, even if
+        Extra columns keep their types. Labels of any type become text: integers as 7, even if
         stored as 7.0, truth values as True and False, categories as their values.
         """
         values = read_parquet(Path(file), columns)
@@ -338,8 +337,8 @@ class Catalog:
             for split, images in catalog._images_of_splits.items()
             for name in catalog._named(images > 0)
         ]
-        further = f"; further columns, for search only: {join_first(catalog.columns)}"
-        about = layout(classes) + (further if catalog.columns else "")
+        extra = f"; extra columns, used only for search: {join_first(catalog.columns)}"
+        about = layout(classes) + (extra if catalog.columns else "")
         object.__setattr__(catalog, "layout", about)  # `replace` would validate all rows again
         return catalog
 
@@ -352,8 +351,8 @@ class Catalog:
         write_parquet(Path(file), self._columns())
 
     def _columns(self) -> dict[str, Sequence[Any]]:
-        ours = {c: values for c, f in FIELDS.items() if (values := getattr(self, f)) is not None}
-        return {**ours, **self.columns}
+        used = {c: values for c, f in FIELDS.items() if (values := getattr(self, f)) is not None}
+        return {**used, **self.columns}
 
 
 def _class_counts(parts: float | Sequence[float], classes: int) -> list[int]:
@@ -406,7 +405,7 @@ def _check_files(catalog: Catalog, allow_missing: bool, progress: Progress | Non
         )
     # Hard links may be intended; two paths of one file are not.
     first_rows: dict[str, int] = {}
-    for i in repeated_rows(keys).tolist():
+    for i in duplicate_rows(keys).tolist():
         file, member = split_shard_path(catalog.file(i))
         first = first_rows.setdefault(f"{os.path.realpath(file)}{SEPARATOR}{member}", i)
         if first != i:
@@ -460,9 +459,9 @@ def _problems(catalog: Catalog) -> Iterator[tuple[int, str, str]]:
             if problem := _problem(column, values[row]):
                 yield row, column, problem
     if isinstance(catalog.paths, Column):
-        # The same image twice would be its own nearest neighbor.
+        # A duplicate image would be its own nearest neighbor.
         hashes = np.fromiter(map(hash, catalog.paths), np.int64, len(catalog))
-        rows = repeated_rows(hashes).tolist()
+        rows = duplicate_rows(hashes).tolist()
         counts = Counter(catalog.paths[row] for row in rows)
         for row in rows:
             if counts[catalog.paths[row]] > 1:
@@ -477,11 +476,11 @@ def _problem(column: str, value: Any) -> str:
         return "" if isinstance(value, bool) else "is neither true nor false"
     if column in FIELDS:
         text = isinstance(value, str) and (value or column == "group")
-        return "" if text and not _NO_FILE_NAME.search(value) else "is not a valid text"
+        return "" if text and not _INVALID_FILE_NAME.search(value) else "is not valid text"
     valid = (
         value is None
-        or (isinstance(value, str) and not _NO_FILE_NAME.search(value.replace("\0", "")))
+        or (isinstance(value, str) and not _INVALID_FILE_NAME.search(value.replace("\0", "")))
         or (isinstance(value, int) and -(2**63) <= value < 2**63)
         or (isinstance(value, float) and math.isfinite(value))
     )
-    return "" if valid else "is neither a text nor a number"
+    return "" if valid else "is neither text nor a number"

@@ -76,8 +76,8 @@ def files_below(folder: Path) -> tuple[list[str], list[str], list[str]]:
 def scan_folder(root: Path) -> Scan:
     """Find the images in class folders, which may lie in folders called train, val or test.
 
-    Two such folders that hold class folders are splits. A single one is too, unless other folders
-    hold images, which is an error. Skipped files and folders are named.
+    Such folders that hold class folders are splits. If only one such folder exists, no folder
+    beside it may hold images. Skipped files and folders are listed.
     """
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; expected one sub-folder of images per class")
@@ -151,9 +151,9 @@ def _split_folders(root: Path, folders: Sequence[str]) -> dict[str, str]:
         if name.lower() not in _SPLITS and holds_images(name):
             (split,) = splits
             raise ValueError(
-                f"{root}: is {split}/ a split or a class? It holds folders of images as a split "
-                f"does, but {name}/ beside it holds images too; move {name}/ elsewhere if "
-                f"{split}/ is a split, or rename {split}/ if it is a class"
+                f"{root}: cannot tell whether {split}/ is a split or a class, because {name}/ also "
+                f"holds images. Move {name}/ elsewhere if {split}/ is a split; otherwise rename "
+                f"{split}/."
             )
     return splits
 
@@ -161,14 +161,14 @@ def _split_folders(root: Path, folders: Sequence[str]) -> dict[str, str]:
 def layout(rows: Iterable[tuple[str, str]], skipped: Iterable[str] = ()) -> str:
     """Describe the classes by split, given (split, class), and what was skipped."""
     classes: dict[str, set[str]] = {}
-    for home, label in rows:
-        classes.setdefault(home, set()).add(label)
+    for split_folder, label in rows:
+        classes.setdefault(split_folder, set()).add(label)
     order = ["", *_SPLITS]
     parts = []
-    for home in sorted(classes, key=lambda home: order.index(home.lower().strip("/"))):
-        names = classes[home]
-        count = f"{len(names)} class{'es' if len(names) != 1 else ''}"
-        parts.append(f"{count} in {home}" if home else f"{count}: {join_first(sorted(names))}")
+    for split_folder in sorted(classes, key=lambda name: order.index(name.lower().strip("/"))):
+        names = sorted(classes[split_folder])
+        where = f" in {split_folder}" if split_folder else f": {join_first(names)}"
+        parts.append(f"{len(names)} class{'es' if len(names) != 1 else ''}{where}")
     listed = join_first(sorted(skipped))
     return f"images: {', '.join(parts) or 'none'}" + (f"; skipped: {listed}" if listed else "")
 
@@ -232,9 +232,9 @@ def shard_members(shard: str | os.PathLike[str]) -> Mapping[str, tuple[int, int]
 
 
 def file_state(file: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Return what differs when a file has changed: its size, times and inode.
+    """Return size, mtime, ctime and inode, which identify the state of a file.
 
-    Unlike the time of its contents, the time of the last change to a file cannot be set.
+    Unlike mtime, programs cannot set ctime.
     """
     status = os.stat(file)
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
@@ -281,18 +281,18 @@ def scan_shards(files: Sequence[Path]) -> tuple[Path, Scan]:
         for member in shard_members(file):
             inner_path = PurePosixPath(member)
             if is_image(inner_path.name) and inner_path.parent.name:
-                home = inner_path.parent.parent.name
-                rows.append((f"{relative}{SEPARATOR}{member}", inner_path.parent.name, home))
+                folder = inner_path.parent.parent.name
+                rows.append((f"{relative}{SEPARATOR}{member}", inner_path.parent.name, folder))
     if not rows:
         raise ValueError(f"{files[0]} holds no <class>/<image>, nor do the other shards")
-    splits = {_SPLITS.get(home.lower()) for _, _, home in rows}
+    splits = {_SPLITS.get(folder.lower()) for _, _, folder in rows}
     has_splits = None not in splits or len(splits) > 2
-    skipped = [path for path, _, home in rows if has_splits and home.lower() not in _SPLITS]
+    skipped = [path for path, _, folder in rows if has_splits and folder.lower() not in _SPLITS]
     rows = [row for row in rows if not has_splits or row[2].lower() in _SPLITS]
     return root, Scan(
         tuple(path for path, _, _ in rows),
         tuple(label for _, label, _ in rows),
-        tuple(_SPLITS[home.lower()] if has_splits else "all" for _, _, home in rows),
-        layout(((f"{home}/" if has_splits else "", label) for _, label, home in rows), skipped),
+        tuple(_SPLITS[folder.lower()] if has_splits else "all" for _, _, folder in rows),
+        layout(((f"{folder}/" if has_splits else "", label) for _, label, folder in rows), skipped),
         (),
     )

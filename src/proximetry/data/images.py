@@ -34,8 +34,7 @@ MAX_SIDE = 65_535
 # Formats of untrusted files. Others start outside programs (EPS) or are rarely used.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "MPO", "JPEG2000", "AVIF")
 
-# Pillow decodes an image at its first use, wrongly if two threads do so at the same time: images of
-# the caller are decoded under a lock.
+# Pillow decodes lazily and not thread-safely: lock while decoding PIL images of the caller.
 _LOCKS = [Lock() for _ in range(64)]
 
 _ORIENTATION = 0x0112
@@ -76,7 +75,7 @@ def open_image(
     """Read one image as upright RGB.
 
     Takes a path ("shard.tar::member" included), the bytes of a file, a PIL image or an array
-    (H×W or H×W×C, uint8, uint16 or bool). Transparency is laid on white, EXIF orientation is
+    (H×W or H×W×C, uint8, uint16 or bool). Transparency is composited on white, EXIF orientation is
     applied, 16-bit samples are scaled to 8 bits, and the first of several frames is taken. Color
     profiles are not applied.
 
@@ -92,36 +91,36 @@ def open_image(
         image = _from_array(source, name) if isinstance(source, np.ndarray) else source
         _check_size(*image.size, name, max_pixels)
         with _LOCKS[id(image) // 16 % len(_LOCKS)]:
-            return _finish(image, name)
+            return _to_upright_rgb(image, name)
     with _open_checked(source, max_pixels) as image:
         width, height = image.size
         if size is not None:
             minimum = 2 * (size if isinstance(size, int) else max(size))
             image.draft(None, (minimum, minimum))  # for JPEG only
-        part = max(1, round(width / image.width))
-        upright = _finish(image, name)
-        if part > 1:
+        reduction = max(1, round(width / image.width))
+        upright = _to_upright_rgb(image, name)
+        if reduction > 1:
             # Its last row and column may show less than a whole pixel of the original.
-            left, top, right, bottom = 0.0, 0.0, width / part, height / part
+            left, top, right, bottom = 0.0, 0.0, width / reduction, height / reduction
             turn = _turn(image)
             if turn in _LEFT_RIGHT:
                 left, right = image.width - right, image.width - left
             if turn in _TOP_BOTTOM:
                 top, bottom = image.height - bottom, image.height - top
-            whole = _OriginalSize((width, height), (left, top, right, bottom))
+            original = _OriginalSize((width, height), (left, top, right, bottom))
             if turn in _SIDEWAYS:
-                whole = _OriginalSize((height, width), (top, left, bottom, right))
-            upright.reduced = whole  # type: ignore[attr-defined]
+                original = _OriginalSize((height, width), (top, left, bottom, right))
+            upright.reduced = original  # type: ignore[attr-defined]
         return upright
 
 
 def thumbnail(source: Source, side: int) -> Image.Image:
     """Read one image, its longer side scaled down to at most `side` pixels."""
     image = open_image(source, size=side)
-    whole = _whole(image)
-    scale = min(1.0, side / max(whole.size))
-    size = [max(1, round(scale * length)) for length in whole.size]
-    return image.resize(size, Image.Resampling.BICUBIC, box=whole.box, reducing_gap=2.0)
+    original = _original_size(image)
+    scale = min(1.0, side / max(original.size))
+    size = [max(1, round(scale * length)) for length in original.size]
+    return image.resize(size, Image.Resampling.BICUBIC, box=original.box, reducing_gap=2.0)
 
 
 class _OriginalSize(NamedTuple):
@@ -131,7 +130,7 @@ class _OriginalSize(NamedTuple):
     box: tuple[float, float, float, float]
 
 
-def _whole(image: Image.Image) -> _OriginalSize:
+def _original_size(image: Image.Image) -> _OriginalSize:
     return getattr(image, "reduced", _OriginalSize(image.size, (0, 0, *image.size)))
 
 
@@ -221,11 +220,11 @@ def describe_size(size: Size) -> str:
 
 def resize_image(image: Image.Image, size: Size, interpolation: Interpolation) -> Image.Image:
     """Scale an image with Pillow, or raise an ImageError if it is too narrow."""
-    whole = _whole(image)
-    scaled = scaled_size(*whole.size, size, _name(image))
+    original = _original_size(image)
+    scaled = scaled_size(*original.size, size, _name(image))
     if scaled == image.size:
         return image
-    return image.resize(scaled, Image.Resampling[interpolation.upper()], box=whole.box)
+    return image.resize(scaled, Image.Resampling[interpolation.upper()], box=original.box)
 
 
 def crop_size(crop: int | tuple[int, int]) -> tuple[int, int]:
@@ -242,7 +241,7 @@ def resize_and_center_crop(
     """Scale an image to `resize`, then crop the center: a square or (height, width)."""
     check_interpolation(interpolation)
     height, width = crop_size(crop)
-    scaled_width, scaled_height = scaled_size(*_whole(image).size, resize, _name(image))
+    scaled_width, scaled_height = scaled_size(*_original_size(image).size, resize, _name(image))
     if scaled_height < height or scaled_width < width:
         raise ImageError(
             _name(image),
@@ -285,7 +284,7 @@ def _from_array(array: np.ndarray[Any, Any], name: str) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(array))
 
 
-def _finish(image: Image.Image, name: str) -> Image.Image:
+def _to_upright_rgb(image: Image.Image, name: str) -> Image.Image:
     """Decode an image and return a copy of it as upright RGB."""
     try:
         if isinstance(image, ImageFile.ImageFile):

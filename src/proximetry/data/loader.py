@@ -97,7 +97,7 @@ class ImageLoader:
         catalog: the images.
         size: short side after resizing, or height and width.
         interpolation: "bicubic" or "bilinear".
-        batch_size: largest batch; two of them are decoded ahead.
+        batch_size: largest batch; two of them are prefetched.
         processes: processes on this machine that share its cores.
     """
 
@@ -110,7 +110,7 @@ class ImageLoader:
         batch_size: int,
         processes: int = 1,
     ) -> None:
-        self._catalog, self._ahead, self._processes = catalog, 2 * batch_size, processes
+        self._catalog, self._options = catalog, {"prefetch": 2 * batch_size, "processes": processes}
         self._decode = partial(decode, size=size, interpolation=interpolation)
 
     def batches(self, rows: Iterable[Rows]) -> Generator[Pixels]:
@@ -126,7 +126,7 @@ class ImageLoader:
                 sizes.append(len(batch))
                 yield from map(self._catalog.file, batch.tolist())
 
-        loaded = parallel_map(self._decode, files(), ahead=self._ahead, processes=self._processes)
+        loaded = parallel_map(self._decode, files(), **self._options)
         with closing(loaded):
             images: list[Array] = []
             for image in loaded:
@@ -143,7 +143,7 @@ def parallel_map(
     function: Callable[[Item], Result],
     items: Iterable[Item],
     *,
-    ahead: int = MIN_IMAGES,
+    prefetch: int = MIN_IMAGES,
     processes: int = 1,
 ) -> Generator[Result]:
     """Yield ``function(item)`` for each item, in order, computed ahead by worker processes.
@@ -151,7 +151,7 @@ def parallel_map(
     Args:
         function: returns arrays or errors, no tensors.
         items: file names; other items are processed by threads.
-        ahead: number of items that are computed ahead.
+        prefetch: number of items to compute ahead.
         processes: processes on this machine that share its cores.
     """
     items = iter(items)
@@ -159,11 +159,11 @@ def parallel_map(
     workers = max(1, cores() // processes)
     files = all(isinstance(item, str | os.PathLike) for item in head)
     if len(head) < MIN_IMAGES or not files or sys.platform != "linux":
-        yield from _map_in_threads(function, chain(head, items), workers, ahead)
+        yield from _map_in_threads(function, chain(head, items), workers, prefetch)
         return
     tasks = _Tasks(function, chain(head, items))
     try:
-        for results in tasks.loader(workers, ahead):
+        for results in tasks.loader(workers, prefetch):
             tasks.pending.popleft()
             yield from results
     except RuntimeError as error:
@@ -173,20 +173,20 @@ def parallel_map(
             f"image decoding continues in threads, which is slower: {error}", stacklevel=2
         )
         unfinished = (item for chunk in chain(tasks.pending, tasks) for item in chunk)
-        yield from _map_in_threads(function, unfinished, workers, ahead)
+        yield from _map_in_threads(function, unfinished, workers, prefetch)
     if tasks.error is not None:
         raise tasks.error
 
 
 def _map_in_threads(
-    function: Callable[[Item], Result], items: Iterator[Item], workers: int, ahead: int
+    function: Callable[[Item], Result], items: Iterator[Item], workers: int, prefetch: int
 ) -> Generator[Result]:
     pool = ThreadPoolExecutor(min(8, workers))
     pending: deque[Future[Result]] = deque()
     try:
         for item in items:
             pending.append(pool.submit(function, item))
-            if len(pending) > ahead:
+            if len(pending) > prefetch:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
@@ -221,16 +221,16 @@ class _Tasks(Generic[Item, Result]):
     def __getitem__(self, chunk: list[Item]) -> list[Result]:
         return [self.function(item) for item in chunk]
 
-    def loader(self, workers: int, ahead: int) -> Iterator[list[Result]]:
+    def loader(self, workers: int, prefetch: int) -> Iterator[list[Result]]:
         """Start workers that stop when the iterator is deleted."""
         loader: Any = DataLoader(
             self,  # type: ignore[arg-type]
             sampler=self,
             batch_size=None,
             collate_fn=list,  # arrays stay arrays
-            generator=torch.Generator(),  # the default one would change the run
+            generator=torch.Generator(),  # the default generator would advance torch's global state
             num_workers=workers,
-            prefetch_factor=max(2, -(-ahead // (_CHUNK * workers))),
+            prefetch_factor=max(2, -(-prefetch // (_CHUNK * workers))),
             multiprocessing_context=multiprocessing.get_context("fork"),
             worker_init_fn=partial(_start_worker, os.getpid()),
         )

@@ -60,6 +60,7 @@ from proximetry.data.loader import Array, Pixels, decode, parallel_map
 
 _FORMAT = "proximetry pixels 5"
 _LOCK_SECONDS = 30 * 86_400.0  # to wait for another process
+_CHECKS = {"bodies": "full decode", "headers": "headers only"}
 
 Policy: TypeAlias = Literal["error", "skip"]
 Bad: TypeAlias = tuple[tuple[str, str], ...]  # path and reason of unreadable images
@@ -182,7 +183,7 @@ class PixelCache(Pixels):
 
 @dataclass(frozen=True)
 class _Settings:
-    """Settings of a cache of pixels, or of which images cannot be decoded ("bodies", "headers")."""
+    """Settings of a pixel cache or of a cached readability check."""
 
     size: Size
     interpolation: Interpolation
@@ -308,11 +309,11 @@ def _write(
             "digest": f"pixels:{checksum:08x}{zlib.crc32(index.tobytes()):08x}",
             "bad": {row: error.reason for row, error in bad.items()},
             "retry": [row for row, error in bad.items() if error.transient],
-            "copies": describe_copies(catalog) if pixels else [],
+            "copies": describe_duplicates(catalog) if pixels else [],
             "root": os.path.abspath(catalog.root),
             "images": total,
             "about": f"{describe_size(settings.size)}, {settings.interpolation}"
-            + ("" if pixels else f", readability of {settings.content}"),
+            + ("" if pixels else f", readability check ({_CHECKS[settings.content]})"),
         }
         # A reason may quote a file name that is not UTF-8: JSON escapes it.
         atomic_write(part / "header.json", json.dumps(header).encode())
@@ -358,13 +359,13 @@ def estimate(
     file = cache_home(root) / _Settings(size, interpolation).key(catalog) / "pixels.bin"
     if file.is_file():
         return True, file.stat().st_size
-    total, read = len(catalog), 0
+    total, sampled_bytes = len(catalog), 0
     rows = range(0, total, -(-total // 1000))
     for row in rows:
         with suppress(ImageError):
             width, height = scaled_size(*image_size(catalog.file(row)), size)
-            read += 3 * width * height
-    return False, round(read / len(rows) * total)
+            sampled_bytes += 3 * width * height
+    return False, round(sampled_bytes / len(rows) * total)
 
 
 def unreadable_images(
@@ -395,24 +396,24 @@ def raise_unreadable(bad: Bad, total: int, policy: str) -> None:
         raise ImageError(f"{len(bad)} of {total} images cannot be read", lines + hint)
 
 
-def describe_copies(catalog: Catalog) -> list[str]:
-    """Describe images that are copies of others; reads only images of equal size."""
+def describe_duplicates(catalog: Catalog) -> list[str]:
+    """Describe duplicate images; read only images of equal size."""
     sizes = _file_states(catalog)[:, 0].tolist()
     counts, codes = Counter(sizes), catalog.codes
     rows = [row for row, size in enumerate(sizes) if counts[size] > 1 and size >= 0]
     originals: dict[str, int] = {}
-    copies: dict[bool, list[str]] = {True: [], False: []}  # by whether the classes are the same
+    duplicates: dict[bool, list[str]] = {True: [], False: []}  # by whether the classes are the same
     digests = parallel_map(_file_digest, (catalog.file(row) for row in rows))
     for row, digest in zip(rows, digests, strict=True):
         original = originals.setdefault(digest, row) if digest else row
         if original != row:
             same_class = bool(codes[original] == codes[row])
-            copies[same_class].append(f"{catalog.paths[row]} (of {catalog.paths[original]})")
-    wrong = "in another class, byte for byte, so one of the two labels is wrong"
+            duplicates[same_class].append(f"{catalog.paths[row]} (of {catalog.paths[original]})")
+    conflict = "in different classes, so one of the two labels is wrong"
     return [
-        f"copies of images {where} ({len(copies[same])}): {join_first(copies[same])}"
-        for same, where in ((True, "in the same class, byte for byte"), (False, wrong))
-        if copies[same]
+        f"duplicate images {where} ({len(duplicates[same])}): {join_first(duplicates[same])}"
+        for same, where in ((True, "in the same class"), (False, conflict))
+        if duplicates[same]
     ]
 
 

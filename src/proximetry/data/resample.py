@@ -24,7 +24,7 @@ from proximetry.data.loader import Pixels
 Kernel = Callable[[Tensor, Tensor, tuple[int, int], str], Tensor]
 Rows = Sequence[int] | npt.NDArray[np.int64]
 
-# The kernel counts in steps of half a pixel of the result, in 32 bits.
+# Limit of window side × result side: the kernel computes positions in int32.
 _MAX_STEPS = 1 << 29
 
 
@@ -80,7 +80,7 @@ def image_sizes(pixels: Pixels, rows: Rows) -> tuple[Tensor, Tensor]:
         raise ValueError(f"rows must be a list of image numbers, got shape {images.shape}")
     if not ((images >= 0) & (images < len(pixels))).all():
         got = f"{images.min()} … {images.max()}"
-        raise ValueError(f"rows run from 0 to {len(pixels) - 1}, got {got}")
+        raise ValueError(f"rows must be between 0 and {len(pixels) - 1}, got {got}")
     return torch.from_numpy(pixels.heights[images]), torch.from_numpy(pixels.widths[images])
 
 
@@ -99,7 +99,7 @@ def _kernel() -> Kernel | None:
         check_driver()
     except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
         warnings.warn(
-            f"without Triton crops are made on the CPU, several times slower: {error}",
+            f"Triton is unavailable; crops are resampled on the CPU, several times slower: {error}",
             stacklevel=3,
         )
         return None

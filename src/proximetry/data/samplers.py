@@ -13,7 +13,7 @@ import numpy.typing as npt
 Indices = npt.NDArray[np.int64]
 
 _SHUFFLE, _CLASSES, _IMAGES, _RUNS, _BUFFER = range(5)  # streams of random numbers of a seed
-_MAX_DECKS = 1 << 16
+_MAX_CACHED_CLASSES = 1 << 16
 
 
 class _BatchSampler(ABC):
@@ -26,7 +26,7 @@ class _BatchSampler(ABC):
         self._batches = batches
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches per epoch."""
         return self._batches
 
     def __iter__(self) -> Iterator[Indices]:
@@ -67,8 +67,8 @@ class ShuffledSampler(_BatchSampler):
     def batch(self, epoch: int, number: int) -> Indices:
         """Return the images of one batch."""
         if self._order is None or self._order[0] != epoch:
-            draw = np.random.default_rng([self.seed, _SHUFFLE, epoch])
-            self._order = (epoch, draw.permutation(self.n))
+            rng = np.random.default_rng([self.seed, _SHUFFLE, epoch])
+            self._order = (epoch, rng.permutation(self.n))
         start = number * self.batch_size
         return self._order[1][start : start + self.batch_size]
 
@@ -118,8 +118,8 @@ class StreamedSampler(ShuffledSampler):
     def _buffer(self, epoch: int, number: int) -> Indices:
         """Return the images of one buffer of an epoch, shuffled."""
         if self._shuffled is None or self._shuffled[:2] != (epoch, number):
-            draw = np.random.default_rng([self.seed, _RUNS, epoch])
-            order = draw.permutation(-(-self.n // self.run))
+            rng = np.random.default_rng([self.seed, _RUNS, epoch])
+            order = rng.permutation(-(-self.n // self.run))
             # All runs have the same length except the one with the last images.
             sizes = np.minimum(self.n - order * self.run, self.run)
             begins = np.concatenate([[0], np.cumsum(sizes)])
@@ -127,23 +127,22 @@ class StreamedSampler(ShuffledSampler):
             positions = np.arange(start, min(start + self.buffer, self.n))
             runs = np.searchsorted(begins, positions, side="right") - 1
             images = order[runs] * self.run + positions - begins[runs]
-            draw = np.random.default_rng([self.seed, _BUFFER, epoch, number])
-            self._shuffled = epoch, number, draw.permutation(images)
+            rng = np.random.default_rng([self.seed, _BUFFER, epoch, number])
+            self._shuffled = epoch, number, rng.permutation(images)
         return self._shuffled[2]
 
 
 class ClassBalancedSampler(_BatchSampler):
     """Batches of `classes_per_batch` different classes with `images_per_class` images each.
 
-    Each round of the classes is shuffled, as is each round (deck) of the images of a class; rounds
-    continue through the epochs. A batch holds an image twice only if its class has fewer than
-    `images_per_class` images.
+    Rounds of classes, and of the images of a class, are shuffled and continue through the epochs.
+    A batch contains duplicates only if a class has fewer than `images_per_class` images.
 
     Args:
         codes: the class of every image, as an integer.
         classes_per_batch: different classes in a batch, of all processes together.
         images_per_class: images of each (m).
-        seed: decides rounds and decks.
+        seed: decides the shuffles.
     """
 
     def __init__(
@@ -173,34 +172,34 @@ class ClassBalancedSampler(_BatchSampler):
         super().__init__(size, max(1, labels.size // size), seed)
         self.classes_per_batch, self.images_per_class = classes_per_batch, images_per_class
         self._round = _CyclicShuffle(np.arange(self._classes), classes_per_batch, (seed, _CLASSES))
-        self._decks: dict[int, _CyclicShuffle] = {}
+        self._class_shuffles: dict[int, _CyclicShuffle] = {}
 
     def batch(self, epoch: int, number: int) -> Indices:
         """Return the images of one batch, class by class."""
         turn = epoch * len(self) + number
         slots = turn * self.classes_per_batch + np.arange(self.classes_per_batch)
-        # Every class comes once per round, so its own turn is the number of the round.
+        # Every class occurs once per round, so its turn number is the round number.
         rounds = slots // self._classes
         pairs = zip(self._round.turn(turn).tolist(), rounds.tolist(), strict=True)
-        return np.concatenate([self._deck(code).turn(n) for code, n in pairs])
+        return np.concatenate([self._class_shuffle(code).turn(n) for code, n in pairs])
 
-    def _deck(self, code: int) -> "_CyclicShuffle":
-        """Return the deck of a class; a deck that was dropped is drawn again with the same seed."""
-        if code not in self._decks:
-            if len(self._decks) >= _MAX_DECKS:
-                self._decks.clear()
+    def _class_shuffle(self, code: int) -> "_CyclicShuffle":
+        """Return the shuffled images of a class; if evicted, reshuffle them with the same seed."""
+        if code not in self._class_shuffles:
+            if len(self._class_shuffles) >= _MAX_CACHED_CLASSES:
+                self._class_shuffles.clear()
             images = self._images[self._starts[code] : self._starts[code + 1]]
-            self._decks[code] = _CyclicShuffle(
+            self._class_shuffles[code] = _CyclicShuffle(
                 images, self.images_per_class, (self.seed, _IMAGES, code)
             )
-        return self._decks[code]
+        return self._class_shuffles[code]
 
 
 class _CyclicShuffle:
     """Items in endless shuffles, `count` of them per turn.
 
-    If a turn spans two shuffles, the second one is rearranged so that the turn has no item twice;
-    so it depends on the first one, unless a turn ended exactly with that.
+    If a turn spans two shuffles, the second is reordered to avoid duplicates within the turn. It
+    then depends on the first shuffle.
     """
 
     __slots__ = ("_count", "_items", "_orders", "_seed")
@@ -221,7 +220,7 @@ class _CyclicShuffle:
     def _order(self, shuffle: int) -> Indices:
         """Return the items in the order of one shuffle."""
         first = shuffle
-        while first not in self._orders and self._started(first):
+        while first not in self._orders and self._num_carried_over(first):
             first -= 1
         for number in range(first, shuffle + 1):
             if number not in self._orders:
@@ -229,16 +228,16 @@ class _CyclicShuffle:
                 self._orders = {**last, number: self._shuffled(number)}
         return self._orders[shuffle]
 
-    def _started(self, shuffle: int) -> int:
+    def _num_carried_over(self, shuffle: int) -> int:
         """Return the number of items of the turn that come from the previous shuffle."""
         size = len(self._items)
         return shuffle * size % self._count if self._count <= size else 0
 
     def _shuffled(self, shuffle: int) -> Indices:
         order = np.random.default_rng([*self._seed, shuffle]).permutation(self._items)
-        if started := self._started(shuffle):
+        if carried_over := self._num_carried_over(shuffle):
             # Items that the turn does not have yet come first; the others stay as shuffled.
-            seen = np.isin(order, self._orders[shuffle - 1][-started:])
-            others = np.flatnonzero(~seen)[: self._count - started]
+            seen = np.isin(order, self._orders[shuffle - 1][-carried_over:])
+            others = np.flatnonzero(~seen)[: self._count - carried_over]
             order = np.concatenate([order[others], np.delete(order, others)])
         return order

@@ -1,6 +1,6 @@
 """Columns of a catalog: pyarrow arrays that read like tuples, and their CSV and Parquet files.
 
-Text is stored as bytes, since file names need not be UTF-8. Text that recurs (classes, splits) is a
+Text is stored as bytes, since file names need not be UTF-8. Categorical text (classes, splits) is a
 dictionary array, whose values are sorted.
 """
 
@@ -33,7 +33,7 @@ from proximetry.data import FIELDS
 from proximetry.data.folders import open_file
 
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
-# Missing values in the notation of Python; as a label one would join unrelated images.
+# Spellings of missing values. As a label, one would group unrelated images.
 MISSING = frozenset(("", "nan", "NaN", "None", "<NA>", "NaT"))
 # Numbers of at most 64 bits; 007, 1_000 and nan are names.
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
@@ -64,7 +64,7 @@ class Column(Sequence[Any]):
 
     @cached_property
     def distinct(self) -> tuple[str, ...]:
-        """The values of recurring text, in sorted order; integers by value."""
+        """The values of categorical text, in sorted order; integers by value."""
         return tuple(map(decode, self.array.dictionary.to_pylist()))
 
     @property
@@ -74,7 +74,7 @@ class Column(Sequence[Any]):
         return codes
 
     def isin(self, values: Collection[str]) -> npt.NDArray[np.bool_]:
-        """Return which rows of recurring text have one of the values."""
+        """Return which rows of categorical text have one of the values."""
         return np.array([name in values for name in self.distinct], bool)[self.codes]
 
     def take(self, rows: Rows) -> Column:
@@ -121,7 +121,7 @@ class Column(Sequence[Any]):
 
 
 def encode(texts: Sequence[str | None]) -> pa.Array:
-    """Return texts as bytes; raise a UnicodeEncodeError for text that no file name can be."""
+    """Return texts as bytes; raise a UnicodeEncodeError for text that cannot be a file name."""
     try:
         return pa.array(texts, TEXT)
     except UnicodeEncodeError:  # not UTF-8
@@ -137,7 +137,7 @@ def decode(data: bytes) -> str:
 
 
 def dictionary_column(texts: Sequence[str], codes: npt.NDArray[Any] | None = None) -> Column:
-    """Return a column of recurring text: `texts` themselves, or those that `codes` are indices of.
+    """Return a column of categorical text: `texts` themselves, or those that `codes` index.
 
     Its distinct values are sorted, integers by value.
     """
@@ -152,13 +152,13 @@ def dictionary_column(texts: Sequence[str], codes: npt.NDArray[Any] | None = Non
     return Column(pa.DictionaryArray.from_arrays(pa.array(indices), encode(names)))
 
 
-def pack(values: Iterable[Any], *, recurring: bool = False) -> Sequence[Any]:
+def pack(values: Iterable[Any], *, categorical: bool = False) -> Sequence[Any]:
     """Return a column of plain values; a tuple if they are of different kinds."""
-    if isinstance(values, Column) and not (recurring and values.array.type == TEXT):
+    if isinstance(values, Column) and not (categorical and values.array.type == TEXT):
         return values
     plain = tuple(values)
     kinds = {type(value) for value in plain} - {type(None)}
-    kind = next(iter(kinds), str if recurring else None)
+    kind = next(iter(kinds), str if categorical else None)
     finite = kind is not float or all(value is None or math.isfinite(value) for value in plain)
     if len(kinds) > 1 or kind not in _ARROW or not finite:
         return plain
@@ -166,14 +166,14 @@ def pack(values: Iterable[Any], *, recurring: bool = False) -> Sequence[Any]:
         if kind is not str:
             return Column(pa.array(plain, _ARROW[kind]))
         return (
-            dictionary_column(plain) if recurring and None not in plain else Column(encode(plain))
+            dictionary_column(plain) if categorical and None not in plain else Column(encode(plain))
         )
     except (UnicodeEncodeError, OverflowError):
         return plain
 
 
-def repeated_rows(keys: npt.NDArray[np.int64]) -> Rows:
-    """Return the rows whose key another row has too."""
+def duplicate_rows(keys: npt.NDArray[np.int64]) -> Rows:
+    """Return the rows with duplicate keys."""
     ordered = np.sort(keys)
     repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
     return np.flatnonzero(np.isin(keys, repeated)) if len(repeated) else np.zeros(0, np.int64)
@@ -190,7 +190,7 @@ def read_csv(file: Path, columns: Mapping[str, str] | None = None) -> dict[str, 
                 raise ValueError(f"{file}: empty, expected a header line such as path,label,split")
             if names[0].startswith(_UTF16_MARKS):
                 raise ValueError(f"{file}: encoded as UTF-16. Save it as CSV in UTF-8.")
-            ours, others = _match_columns(file, names, columns)
+            field_columns, others = _match_columns(file, names, columns)
             blocks: list[list[pa.Array]] = [[] for _ in names]
             rows = 0
             while block := list(islice(lines, _BLOCK)):
@@ -208,9 +208,9 @@ def read_csv(file: Path, columns: Mapping[str, str] | None = None) -> dict[str, 
     texts = {
         name: pa.chunked_array(arrays, TEXT) for name, arrays in zip(names, blocks, strict=True)
     }
-    values = {name: _text_column(texts[name], field) for name, field in ours.items()}
+    values = {name: _text_column(texts[name], field) for name, field in field_columns.items()}
     values |= {name: _parse_numbers(texts[name]) for name in others}
-    return _to_fields(file, names, ours, values)
+    return _to_fields(file, names, field_columns, values)
 
 
 def read_parquet(file: Path, columns: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -218,25 +218,25 @@ def read_parquet(file: Path, columns: Mapping[str, str] | None = None) -> dict[s
     with _open(file) as stream:
         with _parquet_errors(file):
             schema = parquet.read_schema(stream)
-        ours, others = _match_columns(file, schema.names, columns)
+        field_columns, others = _match_columns(file, schema.names, columns)
         # Text and numbers: no lists such as vectors, no records, no bytes.
         scalar = [
             column.name
             for column in schema
             if not pa.types.is_nested(column.type) and not _BYTES.match(str(column.type))
         ]
-        # Columns whose values recur are read as dictionaries.
-        recurring = [name for name, field in ours.items() if field != "path" and name in scalar]
+        # Categorical columns are read as dictionaries.
+        categorical = [name for name in scalar if field_columns.get(name, "path") != "path"]
         with _parquet_errors(file):
-            table = parquet.ParquetFile(stream, read_dictionary=recurring)
+            table = parquet.ParquetFile(stream, read_dictionary=categorical)
             values = {
                 name: _text_column(table.read(columns=[name]).column(name), field)
-                for name, field in ours.items()
+                for name, field in field_columns.items()
             }
             for name in others:
                 if name in scalar:
                     values[name] = _values(table.read(columns=[name]).column(name))
-    return _to_fields(file, schema.names, ours, values)
+    return _to_fields(file, schema.names, field_columns, values)
 
 
 @contextmanager
@@ -258,12 +258,12 @@ def _text_column(column: pa.ChunkedArray, field: str) -> Sequence[Any]:
     array = column.combine_chunks()
     if not pa.types.is_dictionary(array.type):
         array = array.dictionary_encode()
-    names = [*map(_text, _to_list(array.dictionary)), ""]  # a missing value is an empty text
+    names = [*map(_text, _to_list(array.dictionary)), ""]  # a missing value is an empty string
     return dictionary_column(names, array.indices.fill_null(len(names) - 1).to_numpy())
 
 
 def _values(column: pa.ChunkedArray) -> Sequence[Any]:
-    """Return a further column: numbers, text, or None."""
+    """Return an extra column: numbers, text, or None."""
     types, kind = pa.types, column.type
     if kind in (pa.string(), pa.large_string()):
         return Column(column.cast(TEXT).combine_chunks())
@@ -286,7 +286,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _parse_numbers(cells: pa.ChunkedArray) -> Sequence[Any]:
-    """Return cells of CSV as numbers if all that are not empty are; None for empty ones."""
+    """Parse CSV cells as numbers if every non-empty cell is one; empty cells become None."""
     texts = [decode(cell) for cell in cells.to_pylist()]
     empty = np.array([not text for text in texts], bool)
     for kind, pattern in ((int, _INTEGER), (float, _DECIMAL)):
@@ -337,8 +337,8 @@ def _match_columns(
         if names.count(name) > 1 and name:
             raise ValueError(f"{file}: duplicate column {name!r}")
     fields = {mapping.get(field, field): field for field in FIELDS}
-    ours = {name: fields[name] for name in names if name in fields}
-    if needed := [field for field in ("path", "label") if field not in ours.values()]:
+    field_columns = {name: fields[name] for name in names if name in fields}
+    if needed := [field for field in ("path", "label") if field not in field_columns.values()]:
         for name in names:
             if any(mark in name for mark in ";\t|"):
                 raise ValueError(f"{file}: column {name!r}: columns must be separated by commas")
@@ -348,14 +348,14 @@ def _match_columns(
             f"{','.join(f'{name}=COLUMN' for name in needed)}."
         )
     # A column without a name holds row numbers.
-    return ours, [name for name in names if name and name not in {*ours, *FIELDS}]
+    return field_columns, [name for name in names if name and name not in {*field_columns, *FIELDS}]
 
 
 def _to_fields(
-    file: Path, names: list[str], ours: Mapping[str, str], columns: Columns
+    file: Path, names: list[str], field_columns: Mapping[str, str], columns: Columns
 ) -> dict[str, Any]:
     """Return the fields of Catalog, given columns of a table and which of `FIELDS` they are."""
-    values = {field: columns[name] for name, field in ours.items()}
+    values = {field: columns[name] for name, field in field_columns.items()}
     labels = values["label"]
     gaps = np.flatnonzero(labels.isin(MISSING)).tolist() if isinstance(labels, Column) else []
     if gaps:
@@ -374,8 +374,8 @@ def _to_fields(
     unused = [name for name in names if name and name not in columns]
     return {
         **{FIELDS[name]: column for name, column in values.items()},
-        "columns": {name: column for name, column in columns.items() if name not in ours},
-        "notes": (f"columns that are not used: {join_first(unused)}",) if unused else (),
+        "columns": {name: column for name, column in columns.items() if name not in field_columns},
+        "notes": (f"unused columns: {join_first(unused)}",) if unused else (),
     }
 
 

@@ -47,7 +47,7 @@ class VectorCatalog(Catalog):
 
     @property
     def has_paths(self) -> bool:
-        """Whether its rows name files, such as the images that the vectors are of."""
+        """Whether rows have image paths."""
         return not self.root.is_file()  # paths are row numbers below the file of vectors
 
     @classmethod
@@ -73,7 +73,7 @@ class VectorCatalog(Catalog):
             galleries: which rows are searched.
             paths: the image file of each row.
             groups: a coarser class of each row.
-            source: their name in errors.
+            source: name used in error messages.
         """
         root = Path(source)
         array = np.asarray(vectors)
@@ -86,7 +86,7 @@ class VectorCatalog(Catalog):
         bad = np.flatnonzero(~np.isfinite(array).all(1))
         if len(bad):
             raise UsageError(
-                f"{source}: {len(bad)} vectors have NaN or infinity, row {bad[0] + 1} first"
+                f"{source}: {len(bad)} vectors contain NaN or infinity, first in row {bad[0] + 1}"
             )
         if labels is None:
             raise UsageError(f"{source} has no labels. Add the class of each vector.")

@@ -153,10 +153,9 @@ class PairwiseF1(NamedTuple):
 
 
 def pairwise_f1(labels_true: Labels, labels_pred: Labels) -> PairwiseF1:
-    """Count pairs: the share of joined pairs that belong together (precision), and vice versa.
+    """Compute precision, recall and F1 over pairs of items in the same group.
 
-    F1 is the harmonic mean of the two. A side without any pair (all groups of one item) scores
-    0, unless both partitions are that one, which is a perfect match.
+    A labeling without pairs scores 0; two such labelings score 1.
     """
     table = _table(labels_true, labels_pred)
     both, true, pred = (
@@ -205,7 +204,7 @@ def kmeans(
             f"clusters must be at most the number of rows: {clusters} > {len(vectors)}"
         )
     origin = sampled_median(vectors)
-    rows = vectors - origin  # an offset would cost digits
+    rows = vectors - origin  # a large offset would lose precision
     with full_precision(rows.device):
         centers = _initial_centers(rows, clusters, torch.Generator().manual_seed(seed))
         assigned, done, converged = rows.new_empty(0), 0, False

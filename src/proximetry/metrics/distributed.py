@@ -17,10 +17,10 @@ T = TypeVar("T")
 def gather_sets(
     check: Callable[[], list[Items]], group: dist.ProcessGroup | None
 ) -> tuple[list[Items], slice]:
-    """Return the gallery of all processes, the queries if any, and the share of this process.
+    """Return the sets and this process's slice of the queries.
 
-    Queries have the labels of all processes, which are numbered the same way, but the vectors of
-    this one. The share is a slice of all queries, or of the gallery.
+    The gallery is gathered from all processes. For queries, labels and groups are gathered;
+    vectors stay local.
     """
     if group is None:
         return check(), slice(None)

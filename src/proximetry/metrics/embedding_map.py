@@ -30,11 +30,11 @@ def map_embeddings(
 
     Args:
         embeddings: [N, D].
-        similarity: how they are compared, "cosine" or "euclidean".
-        seed: of t-SNE.
+        similarity: "cosine" or "euclidean".
+        seed: random seed of t-SNE.
 
     Returns:
-        [N, 2], within the unit square and of one scale along both axes.
+        [N, 2], within the unit square, with the same scale on both axes.
     """
     check_similarity(similarity, _MapSimilarity)
     vectors = as_embeddings(embeddings).cpu()

@@ -33,9 +33,9 @@ from proximetry.metrics.intervals import (
 from proximetry.metrics.reranking import (
     RERANKED,
     Reorder,
-    by_k_reciprocity,
-    by_vectors,
     expand_problem,
+    k_reciprocal_reorder,
+    vector_reorder,
 )
 from proximetry.metrics.retrieval import RetrievalResult
 from proximetry.metrics.scores import COUNTS, DEFAULT, Metrics, score_lists
@@ -61,7 +61,7 @@ class Evaluation(Mapping[str, float]):
         query_codes: the class index of each query.
         classes: the label of each class index.
         positives: the number of relevant items of each query.
-        whole: clustering and verification scores of the whole set, if requested.
+        set_scores: clustering and verification scores of the whole set, if requested.
         verification: the result behind the score, with its standard error and threshold.
     """
 
@@ -69,7 +69,7 @@ class Evaluation(Mapping[str, float]):
     query_codes: IntArray
     classes: npt.NDArray[Any]
     positives: IntArray
-    whole: dict[str, float] = field(default_factory=dict)
+    set_scores: dict[str, float] = field(default_factory=dict)
     verification: Verification | None = None
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class Evaluation(Mapping[str, float]):
         return f"Evaluation({', '.join(f'{name}={value:.4g}' for name, value in self.items())})"
 
     @property
-    def scored(self) -> npt.NDArray[np.bool_]:
+    def is_scored(self) -> npt.NDArray[np.bool_]:
         """Mask of the queries with a positive, over which the means are taken."""
         return self.positives > 0
 
@@ -102,22 +102,22 @@ class Evaluation(Mapping[str, float]):
 
     @cached_property
     def _means(self) -> dict[str, float]:
-        scored = self.scored
-        means = {name: float(values[scored].mean()) for name, values in self.scores.items()}
-        counts = dict(zip(COUNTS, (float(scored.sum()), float((~scored).sum())), strict=True))
-        return means | self.whole | counts
+        is_scored = self.is_scored
+        means = {name: float(values[is_scored].mean()) for name, values in self.scores.items()}
+        counts = dict(zip(COUNTS, (float(is_scored.sum()), float((~is_scored).sum())), strict=True))
+        return means | self.set_scores | counts
 
     def per_class(self) -> dict[str, npt.NDArray[Any]]:
         """Return columns of a table: ``label``, ``queries`` (scored ones), the mean of each score.
 
         Classes without a scored query are skipped.
         """
-        codes = self.query_codes[self.scored]
+        codes = self.query_codes[self.is_scored]
         counts = np.bincount(codes, minlength=len(self.classes))
         present = counts > 0
         table = {"label": self.classes[present], "queries": counts[present]}
         for name, values in self.scores.items():
-            sums = np.bincount(codes, weights=values[self.scored], minlength=len(counts))
+            sums = np.bincount(codes, weights=values[self.is_scored], minlength=len(counts))
             table[name] = sums[present] / counts[present]
         return table
 
@@ -138,7 +138,7 @@ class Evaluation(Mapping[str, float]):
             by: what to resample: "class", or "query" for new queries of the same classes.
             confidence: the probability that an interval covers the true mean.
             samples: the number of bootstrap samples.
-            seed: seed of the random draws.
+            seed: random seed.
 
         Returns:
             An interval for each score; none if there is only one class (or query) to resample.
@@ -163,7 +163,7 @@ class Evaluation(Mapping[str, float]):
 
         Args:
             other: the evaluation to compare with.
-            by: see `bootstrap`, as for ``confidence``, ``samples`` and ``seed``.
+            by: see `bootstrap`. The same applies to ``confidence``, ``samples`` and ``seed``.
 
         Raises:
             ValueError: if the queries differ.
@@ -193,12 +193,12 @@ class Evaluation(Mapping[str, float]):
             raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
         if samples < 2:
             raise ValueError(f"samples must be at least 2, got {samples}")
-        codes = self.query_codes[self.scored] if by == "class" else np.arange(self.scored.sum())
-        groups = np.unique(codes, return_inverse=True)[1]
+        codes = self.query_codes if by == "class" else np.arange(len(self.positives))
+        groups = np.unique(codes[self.is_scored], return_inverse=True)[1]
         counts = np.bincount(groups)
         if len(counts) < 2 or not scores:
             return {}
-        sums = [np.bincount(groups, weights=values[self.scored]) for values in scores.values()]
+        sums = [np.bincount(groups, weights=values[self.is_scored]) for values in scores.values()]
         means, errors = bootstrap_means(np.stack(sums, axis=1), counts, samples, seed)
         low, high = bounds(means, errors, len(counts), confidence)
         rows = np.stack([means, low, high], axis=1).tolist()
@@ -225,8 +225,8 @@ def evaluate(
     """Compute retrieval metrics. All values are fractions between 0 and 1.
 
     Args:
-        embeddings: see `retrieve`, as for ``labels``, ``queries``, ``query_labels``,
-            ``similarity``, ``ignore_groups`` and ``query_ignore_groups``.
+        embeddings: see `retrieve`. The same applies to ``labels``, ``queries``,
+            ``query_labels``, ``similarity``, ``ignore_groups`` and ``query_ignore_groups``.
         metrics: the metrics to compute; see `Metrics`.
         expand: number of neighbors for query expansion (`expand_queries`); 0 disables it.
         rerank: re-rank the 100 nearest items of each query by `k_reciprocal_distances` among
@@ -247,7 +247,7 @@ def evaluate(
         (0.5, [0, 1])
     """
     _check_metrics(metrics)
-    _check_options(metrics.one_set(), similarity, queries is None, expand, rerank, binary)
+    _check_options(metrics.set_metric_names(), similarity, queries is None, expand, rerank, binary)
     if as_count(candidates, "candidates", 0) and not binary:
         raise ValueError(f"candidates without binary=True: {candidates}. Pass both or neither.")
     raw = (embeddings, labels, ignore_groups), (queries, query_labels, query_ignore_groups)
@@ -262,19 +262,19 @@ def evaluate(
             problem = expand_problem(problem, int(expand), progress)
         reorder, count = None, candidates
         if rerank:
-            reorder, count = by_k_reciprocity(problem, progress), RERANKED
+            reorder, count = k_reciprocal_reorder(problem, progress), RERANKED
         elif candidates:
             query_vectors = vectors[1] if len(sets) == 2 else vectors[0][share]
-            reorder = by_vectors(query_vectors, vectors[0], similarity)
+            reorder = vector_reorder(query_vectors, vectors[0], similarity)
         evaluation = _score_problem(problem, metrics, group, progress, reorder, count)
-        whole, verification = {}, None
+        set_scores, verification = {}, None
         if metrics.clustering:
             rows = normalize(problem.gallery) if similarity == "cosine" else problem.gallery
-            whole = cluster(rows, problem.gallery_codes)
+            set_scores = cluster(rows, problem.gallery_codes)
         if metrics.verification and similarity != "hamming":
             verification = verify_classes(vectors[0], problem.gallery_codes, similarity=similarity)
-            whole["verification"] = verification.accuracy
-    return replace(evaluation, whole=whole, verification=verification)
+            set_scores["verification"] = verification.accuracy
+    return replace(evaluation, set_scores=set_scores, verification=verification)
 
 
 def _check_options(
@@ -306,19 +306,19 @@ def _check_metrics(metrics: Metrics) -> None:
 def score_result(result: RetrievalResult, metrics: Metrics) -> Evaluation:
     """Score the lists of a `RetrievalResult`; raise if a metric needs longer lists."""
     _check_metrics(metrics)
-    if names := metrics.one_set():
+    if names := metrics.set_metric_names():
         raise ValueError(f"{names} takes embeddings, not lists")
     if result.query_codes is None or result.classes is None or result.positives is None:
-        raise ValueError("the search was made without labels. Pass labels to retrieve().")
+        raise ValueError("the retrieval result has no labels. Pass labels to retrieve().")
     # A list that ends with an empty entry is complete.
-    cut = (result.ids[:, -1] >= 0) & (result.positives > 0) & (not result.complete)
-    for score in metrics.scores() if cut.any() else ():
-        if score.reads == "first" and not score.k and not result.hits[cut].any(1).all():
+    is_truncated = (result.ids[:, -1] >= 0) & (result.positives > 0) & (not result.complete)
+    for score in metrics.scores() if is_truncated.any() else ():
+        if score.input == "first" and not score.k and not result.hits[is_truncated].any(1).all():
             raise ValueError(
-                f"{score.name} needs lists that reach the first positive, some lists of {result.k} "
-                "have none. Retrieve with a larger k, or call evaluate()."
+                f"{score.name} needs the first positive of every query, but some lists of length "
+                f"{result.k} contain none. Retrieve with a larger k, or call evaluate()."
             )
-        needed = int(result.positives[cut].max()) if score.reads == "R" else score.k
+        needed = int(result.positives[is_truncated].max()) if score.input == "R" else score.k
         if needed > result.k:
             raise ValueError(
                 f"{score.name} needs lists of {needed}, got {result.k}. Retrieve with k={needed}."

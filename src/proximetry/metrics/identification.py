@@ -40,6 +40,7 @@ _NAMES = (
     ("gallery", "gallery_labels", "gallery_ignore_groups"),
 )
 
+Distractors = Embeddings | Iterable[Embeddings]
 # Projected distractors, and their slice of the gallery in a closed set.
 _Tile = tuple[Tensor, slice | None]
 
@@ -85,7 +86,7 @@ def identify(
     gallery: Embeddings | None = None,
     gallery_labels: Labels | None = None,
     *,
-    distractors: Embeddings | Iterable[Embeddings] | None = None,
+    distractors: Distractors | None = None,
     ranks: Sequence[int] = (1, 5, 10),
     far: Sequence[float] = (),
     similarity: FloatSimilarity = "cosine",
@@ -127,7 +128,7 @@ def identify(
         allowed_accepts(rate, 1)  # raises for invalid rates
     raw = (probes, probe_labels, ignore_groups), (gallery, gallery_labels, gallery_ignore_groups)
     trials = _Trials(check_inputs(similarity, *raw, names=_NAMES), similarity)
-    total = len(trials.right) if distractors is None else _count(distractors, group)
+    total = len(trials.right) if distractors is None else _count_distractors(distractors, group)
     # More false accepts than at the highest rate need not be counted.
     limit = allowed_accepts(max(far), len(trials.left) * total) if total and far else math.inf
     with full_precision(trials.left.device):
@@ -144,7 +145,7 @@ def identify(
         raise ValueError("distractors is empty. Omit it to use the gallery instead.")
     probe_ranks = trials.ranks(outranked)
     allowed = {rate: allowed_accepts(rate, impostors) for rate in far}
-    accepts = _from_each(accepted)
+    accepts = _reverse_cumsum(accepted)
     return Identification(
         trials.probe.cpu().numpy(),
         trials.mate.cpu().numpy(),
@@ -218,7 +219,7 @@ class _Trials:
             slices = slices[dist.get_rank(group) :: dist.get_world_size(group)]
         return ((self.right[at], at) for at in slices)
 
-    def tiles(self, distractors: Embeddings | Iterable[Embeddings]) -> Iterator[_Tile]:
+    def tiles(self, distractors: Distractors) -> Iterator[_Tile]:
         """Yield the distractors in tiles; only one tile at a time is converted."""
         single = isinstance(distractors, Tensor | np.ndarray)
         size = by_device(self.device, **_DISTRACTORS)
@@ -244,13 +245,13 @@ class _Trials:
         all trials [j], unless ``limit`` pairs are accepted there already; and the numbers of
         distractors and of impostor pairs.
         """
-        width, thresholds = self.thresholds.shape[1] + 1, self.scores.sort().values
-        counts = self.probe.new_zeros((len(self.left), width))
+        thresholds = self.scores.sort().values
+        outranked = self.probe.new_zeros((len(self.left), self.thresholds.shape[1] + 1))
         accepted = self.probe.new_zeros(len(thresholds) + 1)
         distractor_count = impostors = 0
         for others, at in tiles:
             distractor_count += len(others)
-            valid = thresholds[_from_each(accepted) <= limit]
+            valid = thresholds[_reverse_cumsum(accepted) <= limit]
             lowest = float(valid[0]) if len(valid) else torch.inf
             for rows in chunks(len(self.left), by_device(self.device, **_PROBES)):
                 scores = self.left[rows] @ others.T
@@ -262,28 +263,33 @@ class _Trials:
                     impostors -= int(excluded.sum())
                 near = torch.searchsorted(thresholds, scores[scores >= lowest], right=True)
                 accepted += torch.bincount(near, minlength=len(accepted))
-                outranked = torch.searchsorted(self.thresholds[rows], scores, right=True)
-                outranked += width * torch.arange(len(scores), device=self.device)[:, None]
-                tallies = torch.bincount(outranked.view(-1), minlength=len(scores) * width)
-                counts[rows] += tallies.view(-1, width)
+                outranked[rows] += _count_outranked(self.thresholds[rows], scores)
             if progress is not None:
                 progress(distractor_count)
-        return counts, accepted, distractor_count, impostors
+        return outranked, accepted, distractor_count, impostors
 
     def ranks(self, outranked: Tensor) -> IntArray:
         """Return the rank of each trial from the counts of `compare`."""
         # A distractor that outranks a near mate outranks all farther mates of that probe too.
-        nearer = _from_each(outranked)
+        nearer = _reverse_cumsum(outranked)
         ranks = torch.empty_like(nearer).scatter_(1, self.order, 1 + nearer)
         return ranks[self.filled].cpu().numpy()
 
 
-def _from_each(counts: Tensor) -> Tensor:
+def _count_outranked(thresholds: Tensor, scores: Tensor) -> Tensor:
+    """Return the number of scores that reach exactly the first j thresholds of their row."""
+    width = thresholds.shape[1] + 1
+    reached = torch.searchsorted(thresholds, scores, right=True)
+    reached += width * torch.arange(len(scores), device=scores.device)[:, None]
+    return torch.bincount(reached.view(-1), minlength=len(scores) * width).view(-1, width)
+
+
+def _reverse_cumsum(counts: Tensor) -> Tensor:
     """Return the sums of counts from 1, 2, … to the last, along the last dimension."""
     return counts.flip(-1).cumsum(-1).flip(-1)[..., 1:]
 
 
-def _count(distractors: Embeddings | Iterable[Embeddings], group: dist.ProcessGroup | None) -> int:
+def _count_distractors(distractors: Distractors, group: dist.ProcessGroup | None) -> int:
     """Return the number of distractors on all processes, 0 if one of them streams."""
     local = len(distractors) if isinstance(distractors, Tensor | np.ndarray) else None
     counts = [local] if group is None else gather_objects(local, group)

@@ -35,14 +35,14 @@ def bootstrap_means(
     Args:
         sums: the sum of each score within each group, ``[groups, scores]``.
         counts: the number of scores in each group.
-        samples: how often the groups are drawn, with replacement.
-        seed: of the draws.
+        samples: number of bootstrap samples.
+        seed: random seed.
     """
     groups = len(counts)
-    draw = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     means = np.empty((samples, sums.shape[1]))
     for sample in range(samples):
-        weights = np.bincount(draw.integers(0, groups, groups), minlength=groups)
+        weights = np.bincount(rng.integers(0, groups, groups), minlength=groups)
         means[sample] = weights @ sums / (weights @ counts)
     # The variance among draws from n groups is (n - 1) / n of the variance of the mean.
     return sums.sum(0) / counts.sum(), means.std(0) * math.sqrt(groups / (groups - 1))
@@ -55,15 +55,15 @@ def mean_bounds(
 
     That is the number of independent 0/1 scores with the same standard error.
     """
-    constant = errors < _NO_SPREAD
+    is_constant = errors < _NO_SPREAD
     z = student_t((1 + confidence) / 2, groups - 1)
-    effective = means * (1 - means) / np.where(constant, 1, errors) ** 2
-    shrink = z**2 / np.where(constant, groups, effective)
+    effective_count = means * (1 - means) / np.where(is_constant, 1, errors) ** 2
+    shrink = z**2 / np.where(is_constant, groups, effective_count)
     center = (means + shrink / 2) / (1 + shrink)
-    half = np.sqrt(means * (1 - means) * shrink + shrink**2 / 4) / (1 + shrink)
-    unseen = _unseen(groups, confidence)
-    low = np.where(constant, means - unseen, center - half)
-    high = np.where(constant, means + unseen, center + half)
+    half_width = np.sqrt(means * (1 - means) * shrink + shrink**2 / 4) / (1 + shrink)
+    margin = _zero_variance_margin(groups, confidence)
+    low = np.where(is_constant, means - margin, center - half_width)
+    high = np.where(is_constant, means + margin, center + half_width)
     return np.clip(low, 0, 1), np.clip(high, 0, 1)
 
 
@@ -71,12 +71,13 @@ def difference_bounds(
     means: FloatArray, errors: FloatArray, groups: int, confidence: float
 ) -> tuple[FloatArray, FloatArray]:
     """Return Student's bounds of means of differences between -1 and 1."""
-    half = student_t((1 + confidence) / 2, groups - 1) * errors
-    half = np.where(errors < _NO_SPREAD, _unseen(groups, confidence), half)
-    return np.clip(means - half, -1, 1), np.clip(means + half, -1, 1)
+    half_width = student_t((1 + confidence) / 2, groups - 1) * errors
+    margin = _zero_variance_margin(groups, confidence)
+    half_width = np.where(errors < _NO_SPREAD, margin, half_width)
+    return np.clip(means - half_width, -1, 1), np.clip(means + half_width, -1, 1)
 
 
-def _unseen(groups: int, confidence: float) -> float:
+def _zero_variance_margin(groups: int, confidence: float) -> float:
     """Return how far the mean may be off if all groups are the same.
 
     By Clopper-Pearson: 12 correct classes of 12 give 73.5 to 100 %.
@@ -84,13 +85,13 @@ def _unseen(groups: int, confidence: float) -> float:
     return float(1 - ((1 - confidence) / 2) ** (1 / groups))
 
 
-def student_t(probability: float, freedom: float) -> float:
+def student_t(probability: float, degrees_of_freedom: float) -> float:
     """Return the quantile of Student's t distribution, to four digits.
 
-    With t = sqrt(freedom) tan(angle) the density is cos(angle) ** (freedom - 1).
+    With t = sqrt(ν) tan(angle) and ν degrees of freedom, the density is cos(angle) ** (ν - 1).
     """
     angle = ((np.arange(_STEPS) + 0.5) / _STEPS - 0.5) * math.pi
-    density = np.cos(angle) ** (freedom - 1)
+    density = np.cos(angle) ** (degrees_of_freedom - 1)
     below = np.cumsum(density) - density / 2
     quantile = np.interp(probability, below / density.sum(), angle)
-    return math.sqrt(freedom) * math.tan(quantile)
+    return math.sqrt(degrees_of_freedom) * math.tan(quantile)

@@ -52,13 +52,13 @@ def distinct_proxies(proxies: Embeddings, cosine: float = SAME_DIRECTION) -> Int
         units = normalize(rows).reshape(shape)
         joined = units @ units.mT >= cosine
     joined = joined | torch.eye(shape[1], dtype=torch.bool, device=joined.device)
-    for _ in range(shape[1].bit_length()):  # each time, ways of twice the length
+    for _ in range(shape[1].bit_length()):  # each squaring doubles the path length
         joined = joined.float() @ joined.float() > 0
-    return (~joined.tril(-1).any(2)).sum(1).cpu().numpy()  # the first of each component counts
+    return (~joined.tril(-1).any(2)).sum(1).cpu().numpy()  # count the first proxy of each component
 
 
 def separability(proxies: Embeddings) -> Separability:
-    """Sep_i = max over j ≠ i of cos(W_i, W_j): how near the nearest other class is.
+    """Compute Sep_i = max over j ≠ i of cos(W_i, W_j), the cosine with the nearest other class.
 
     ``proxies`` is [C, D], or [C, K, D] with K proxies per class; then the maximum runs over all
     pairs of proxies of two different classes. The cosine with a row of zeros counts as 0.

@@ -14,7 +14,7 @@ from proximetry._util.machine import by_device
 from proximetry._util.tensors import binary_codes as pack_signs
 from proximetry._util.tensors import chunks
 from proximetry._util.types import FloatArray, Progress
-from proximetry.metrics._search.neighbors import in_order, nearest, search
+from proximetry.metrics._search.neighbors import nearest, search, sort_by_value
 from proximetry.metrics._search.problem import SearchProblem
 from proximetry.metrics._search.similarities import full_precision, normalize
 from proximetry.metrics._search.validation import Embeddings, as_count, as_embeddings
@@ -28,7 +28,7 @@ MIN_K = 10  # smallest k used for the number of candidates
 _GATHERED_VALUES = 1 << 22
 # Distances of candidates among each other that are re-ranked together.
 _RERANKED_ENTRIES = {"cpu": 2**18, "cuda": 2**23}
-# Without it torch would take distances from products, and lose half of their digits.
+# Compute distances from differences: the matrix-product formula loses half of the digits.
 _BY_DIFFERENCES = "donot_use_mm_for_euclid_dist"
 
 Reorder = Callable[[Tensor, Tensor], Tensor]
@@ -49,7 +49,7 @@ def binary_codes(embeddings: Embeddings) -> npt.NDArray[np.uint8]:
     return pack_signs(as_embeddings(embeddings)).cpu().numpy()
 
 
-def candidates(k: int) -> int:
+def num_candidates(k: int) -> int:
     """Return the number of candidates by code for k neighbors."""
     return max(k, MIN_K) * OVERSAMPLING
 
@@ -143,7 +143,7 @@ def _k_reciprocal(items: Tensor, queries: int, k1: int, k2: int, weight: float) 
 
 def _relative_distances(items: Tensor) -> Tensor:
     """Return squared distances [B, n, n] of items [B, n, D], divided by the largest of each row."""
-    items = items - items[:, :1]  # so that no digits are lost far from the origin
+    items = items - items[:, :1]  # a large offset would lose precision
     squares = items.square().sum(2)
     distances = squares.unsqueeze(2) + squares.unsqueeze(1) - 2 * items @ items.mT
     distances = distances / distances.amax(2, keepdim=True).clamp_min(1e-300)
@@ -176,14 +176,14 @@ def expand_problem(problem: SearchProblem, count: int, progress: Progress | None
     return replace(problem, queries=result)
 
 
-def by_vectors(queries: Tensor, gallery: Tensor, similarity: str) -> Reorder:
-    """Order candidates by the similarity of their vectors."""
+def vector_reorder(queries: Tensor, gallery: Tensor, similarity: str) -> Reorder:
+    """Return a function that reorders candidates by the similarity of their vectors."""
     if similarity == "cosine":
         queries, gallery = normalize(queries), normalize(gallery)
 
     def reorder(rows: Tensor, ids: Tensor) -> Tensor:
         scores = similarities_of(queries[rows], gallery, ids, similarity)
-        return in_order(scores.float(), ids)[1]
+        return sort_by_value(scores.float(), ids)[1]
 
     return reorder
 
@@ -204,8 +204,8 @@ def similarities_of(queries: Tensor, gallery: Tensor, ids: Tensor, similarity: s
     return scores.masked_fill_(ids < 0, -torch.inf)
 
 
-def by_k_reciprocity(problem: SearchProblem, progress: Progress | None) -> Reorder:
-    """Order candidates by `k_reciprocal_distances` among the query and its candidates."""
+def k_reciprocal_reorder(problem: SearchProblem, progress: Progress | None) -> Reorder:
+    """Return a function that reorders candidates by `k_reciprocal_distances` within the list."""
     queries, gallery = problem.queries, problem.gallery
     if problem.similarity == "cosine":
         queries, gallery = normalize(queries), normalize(gallery)
@@ -226,7 +226,7 @@ def by_k_reciprocity(problem: SearchProblem, progress: Progress | None) -> Reord
                 done += len(part)
                 if progress is not None:
                     progress(done, len(queries))
-        return in_order(scores, ids)[1]
+        return sort_by_value(scores, ids)[1]
 
     return reorder
 

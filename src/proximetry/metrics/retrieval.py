@@ -31,7 +31,7 @@ class RetrievalResult:
     """The ``k`` nearest gallery items of every query, nearest first.
 
     All arrays are NumPy arrays. Labels are stored as ``classes[codes]``; the last four attributes
-    are None if the search was made without labels.
+    are None without labels.
 
     Attributes:
         ids: gallery index of each neighbor, [queries, k]; −1 where there are fewer than k.
@@ -71,7 +71,7 @@ class RetrievalResult:
 
     def _labeled(self) -> tuple[IntArray, IntArray, npt.NDArray[Any]]:
         if self.query_codes is None or self.gallery_codes is None or self.classes is None:
-            raise ValueError("the search was made without labels. Pass labels to retrieve().")
+            raise ValueError("the retrieval result has no labels. Pass labels to retrieve().")
         return self.query_codes, self.gallery_codes, self.classes
 
     @property
@@ -140,7 +140,7 @@ class RetrievalResult:
         )
 
     def __str__(self) -> str:
-        """A few lists as text: label, then neighbors as id:label, a star at each hit."""
+        """Return a few lists as text, with a star at each hit."""
         lines = [repr(self)]
         labeled = self.classes is not None
         for query in range(min(len(self), 5)):
@@ -169,7 +169,7 @@ class RetrievalResult:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RetrievalResult:
-        """Read what `save` wrote."""
+        """Load a result written by `save`."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 about = json.loads(str(file["about"]))
@@ -232,7 +232,7 @@ def retrieve(
         for block in search(problem, depths, with_ranks=False, progress=progress):
             near = block.similarities
             if similarity == "euclidean":
-                # 2 q·g − |q|² − |g|² loses half of the digits.
+                # From differences: 2 q·g − |q|² − |g|² loses half of the digits.
                 queries = sets[-1].vectors[block.rows]
                 near = similarities_of(queries, sets[0].vectors, block.ids, similarity)
             rows = block.rows.cpu().numpy()

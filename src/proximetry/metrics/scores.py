@@ -43,19 +43,19 @@ class RankedLists:
     @cached_property
     def precisions(self) -> Tensor:
         """The precision at each hit, summed up to each rank."""
-        return (self.counts / self.up_to(self.hits.shape[1]) * self.hits).cumsum(1)
+        return (self.counts / self.rank_numbers(self.hits.shape[1]) * self.hits).cumsum(1)
 
     @cached_property
     def gains(self) -> Tensor:
         """DCG: (2^r − 1) / log2(i + 1), with r either 0 or 1, summed up to each rank i."""
-        return (self.hits / (self.up_to(self.hits.shape[1]) + 1).log2()).cumsum(1)
+        return (self.hits / (self.rank_numbers(self.hits.shape[1]) + 1).log2()).cumsum(1)
 
     def best_gain(self, k: int) -> Tensor:
         """Return the DCG of the best list of k, which starts with min(k, R) hits."""
-        best = (1.0 / (self.up_to(k) + 1).log2()).cumsum(0)
+        best = (1.0 / (self.rank_numbers(k) + 1).log2()).cumsum(0)
         return best[self.positives.clamp(1, k) - 1]
 
-    def up_to(self, count: int) -> Tensor:
+    def rank_numbers(self, count: int) -> Tensor:
         """Return 1, 2, … count."""
         return self.hits.new_ones(count).cumsum(0)
 
@@ -72,13 +72,13 @@ class RankedLists:
 class Score(NamedTuple):
     """One number per query.
 
-    ``field`` of `Metrics` selects it. ``reads`` is the input of the formula: the rank of the first
+    ``field`` of `Metrics` selects it. ``input`` is the input of the formula: the rank of the first
     positive ("first"), the first k items ("k"), or the first R, the number of positives ("R").
     """
 
     name: str
     field: str
-    reads: Literal["first", "k", "R"]
+    input: Literal["first", "k", "R"]
     formula: Callable[[RankedLists, int], Tensor]
     k: int = 0
 
@@ -146,7 +146,7 @@ class Metrics:
             raise UsageError("no metric is selected. Select at least one, such as recall_at=(1,).")
 
     def scores(self) -> list[Score]:
-        """The scores that each query gets."""
+        """Return the selected per-query scores."""
         selection: list[Score] = []
         for score in _SCORES:
             value = getattr(self, score.field)
@@ -157,31 +157,31 @@ class Metrics:
         return selection
 
     def names(self) -> list[str]:
-        """Every key of the result, in the order in which they are reported."""
-        whole = [*CLUSTERING * self.clustering, *("verification",) * self.verification]
-        return [*(score.name for score in self.scores()), *whole, *COUNTS]
+        """Return every key of the result in reporting order."""
+        set_names = [*CLUSTERING * self.clustering, *("verification",) * self.verification]
+        return [*(score.name for score in self.scores()), *set_names, *COUNTS]
 
-    def one_set(self) -> str:
+    def set_metric_names(self) -> str:
         """Return the names of selected metrics that take one set instead of queries and gallery."""
         names = ("clustering", "verification")
         return " and ".join(name for name in names if getattr(self, name))
 
-    def of_lists(self) -> Metrics:
-        """Return the metrics of single queries only."""
+    def per_query_only(self) -> Metrics:
+        """Return the per-query metrics only."""
         return replace(self, clustering=False, verification=False)
 
     def fixed_depth(self) -> int:
         """Return the list length that all queries need, apart from R."""
-        return max([1, *(score.k for score in self.scores() if score.reads == "k")])
+        return max([1, *(score.k for score in self.scores() if score.input == "k")])
 
     def needs_ranks(self) -> bool:
         """Return whether the rank of the first positive is needed beyond the lists."""
-        firsts = [score.k for score in self.scores() if score.reads == "first"]
+        firsts = [score.k for score in self.scores() if score.input == "first"]
         return any(k == 0 or k > self.fixed_depth() for k in firsts)
 
     def depths(self, positives: Tensor) -> Tensor:
         """Return the list length of each query."""
-        if any(score.reads == "R" for score in self.scores()):
+        if any(score.input == "R" for score in self.scores()):
             return positives.clamp(min=self.fixed_depth())
         return positives.new_full(positives.shape, self.fixed_depth())
 
@@ -194,8 +194,8 @@ def score_lists(
 ) -> dict[str, Tensor]:
     """Compute the scores in float64; queries without a positive get NaN everywhere."""
     lists = RankedLists(hits.double(), positives, ranks)
-    without = positives <= 0
+    has_no_positive = positives <= 0
     return {
-        score.name: score.formula(lists, score.k).masked_fill(without, math.nan)
+        score.name: score.formula(lists, score.k).masked_fill(has_no_positive, math.nan)
         for score in metrics.scores()
     }

@@ -110,9 +110,9 @@ class _Tally:
         return float(self.same[at] / self.totals[1])
 
     def best_threshold(self) -> float:
-        right = self.same + (self.totals[0] - self.different)
-        best = int(np.argmax(right))  # thresholds are descending, so the first is the highest
-        if best in (0, len(right) - 1):
+        correct = self.same + (self.totals[0] - self.different)
+        best = int(np.argmax(correct))  # thresholds are descending, so the first is the highest
+        if best in (0, len(correct) - 1):
             return math.inf if best == 0 else -math.inf
         above, below = self.thresholds[best], self.thresholds[best + 1]
         middle = float(above / 2 + below / 2)

@@ -1,4 +1,4 @@
-"""Pairs for verification: read, drawn at random, their similarities; templates of frames."""
+"""Read, draw and score verification pairs."""
 
 import os
 from collections.abc import Sequence
@@ -134,37 +134,34 @@ def draw_pairs(labels: Labels, pairs: int = 6000, folds: int = 10, seed: int = 0
             "drawing pairs takes at least four classes, two of them with two images or more, "
             f"got {len(members)} classes, {pairable} with two images"
         )
-    draw = np.random.default_rng(seed)
-    order = draw.permutation(len(members))
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(members))
     # Classes of several rows first, so that every fold gets one.
     order = order[np.argsort([len(members[c]) < 2 for c in order], kind="stable")]
-    few = len(members) < _CLASSES_PER_FOLD * folds
+    folds_share_classes = len(members) < _CLASSES_PER_FOLD * folds
     folds = min(folds, pairable)
     each = max(1, pairs // (2 * folds))
-    across = draw.permutation(list(combinations(order, 2))) if few else order[:0]
+    cross_class_pairs = rng.permutation(list(combinations(order, 2)) if folds_share_classes else [])
     drawn_pairs: list[IntArray] = []
     for fold in range(folds):
-        inside = order[fold::folds]
-        usable = [c for c in inside if len(members[c]) > 1]
-        if few:
-            drawn_pairs += _rows_of_classes(draw, members, [(c, c) for c in usable], each)
-            drawn_pairs += _rows_of_classes(draw, members, across[fold::folds], each)
+        fold_classes = order[fold::folds]
+        paired_classes = [c for c in fold_classes if len(members[c]) > 1]
+        if folds_share_classes:
+            drawn_pairs += _rows_of_classes(rng, members, [(c, c) for c in paired_classes], each)
+            drawn_pairs += _rows_of_classes(rng, members, cross_class_pairs[fold::folds], each)
             continue
         for _ in range(each):
-            drawn_pairs.append(
-                draw.choice(members[usable[draw.integers(len(usable))]], 2, replace=False)
-            )
+            rows = members[paired_classes[rng.integers(len(paired_classes))]]
+            drawn_pairs.append(rng.choice(rows, 2, replace=False))
         for _ in range(each):
-            first, second = inside[draw.choice(len(inside), 2, replace=False)]
-            drawn_pairs.append(
-                np.array([draw.choice(members[first]), draw.choice(members[second])])
-            )
+            first, second = fold_classes[rng.choice(len(fold_classes), 2, replace=False)]
+            drawn_pairs.append(np.array([rng.choice(members[first]), rng.choice(members[second])]))
     number = np.arange(len(drawn_pairs))
     return DrawnPairs(np.stack(drawn_pairs), number % (2 * each) < each, number // (2 * each))
 
 
 def _rows_of_classes(
-    draw: np.random.Generator, members: Sequence[IntArray], classes: Any, count: int
+    rng: np.random.Generator, members: Sequence[IntArray], classes: Any, count: int
 ) -> list[IntArray]:
     """Draw pairs of rows evenly from pairs of classes; without replacement if there are enough."""
     drawn_pairs: list[IntArray] = []
@@ -172,7 +169,7 @@ def _rows_of_classes(
         share = len(range(number, count, len(classes)))
         width = len(members[b]) - (a == b)
         total = len(members[a]) * width
-        sample = np.resize(draw.choice(total, min(share, total), replace=False), share)
+        sample = np.resize(rng.choice(total, min(share, total), replace=False), share)
         first, second = np.divmod(sample, width)
         second += (a == b) & (second >= first)  # no row with itself
         drawn_pairs += [*np.stack([members[a][first], members[b][second]], axis=1)]
@@ -207,7 +204,7 @@ def pair_similarities(
     index = _as_pairs(pairs, len(vectors)).to(vectors.device)
     result = torch.empty(len(index), dtype=vectors.dtype, device=vectors.device)
     for tile in tiles(len(index), vectors.shape[1], vectors.device, _TILE):
-        # Summed in float64, so that nothing depends on how rows were grouped.
+        # Summed in float64, so that the result does not depend on the tile size.
         left, right = (vectors[side].double() for side in index[tile].unbind(1))
         if similarity == "cosine":
             result[tile] = (normalize(left) * normalize(right)).sum(1).clamp(-1, 1)

@@ -60,7 +60,7 @@ def _batches(
             rows = torch.as_tensor(np.array(rows) if isinstance(rows, np.ndarray) else rows)
             yield part.stop, names, rows
         return
-    with closing(parallel_map(partial(_read, preprocessing), images, ahead=size)) as results:
+    with closing(parallel_map(partial(_read, preprocessing), images, prefetch=size)) as results:
         numbered = enumerate(results)
         while batch := list(islice(numbered, size)):
             names, pixels = dict[int, str](), list[Tensor]()

@@ -29,7 +29,7 @@ _CACHES = {
 
 
 @dataclass(frozen=True)
-class DeviceFacts:
+class DeviceInfo:
     """The device: compute capability, bytes of free memory, number of processes of the run."""
 
     name: str
@@ -41,7 +41,7 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True)
-class StorageFacts:
+class StorageInfo:
     """Bytes of all pixel caches, of those that do not exist yet, of free disk and memory."""
 
     pixels: int
@@ -52,10 +52,10 @@ class StorageFacts:
 
 def choose(
     recipe: Recipe,
-    device: DeviceFacts,
+    device: DeviceInfo,
     *,
     images: int,
-    storage: StorageFacts | None,
+    storage: StorageInfo | None,
     origin: str = "",
 ) -> tuple[Recipe, list[str]]:
     """Replace every ``auto``; return the recipe, and lines that describe the choices.
@@ -74,17 +74,17 @@ def choose(
         precision = "bfloat16" if device.cuda and bfloat16 else "float32"
         note = " (this GPU has no bfloat16)" if device.cuda and not bfloat16 else ""
 
-    obstacle = ""
+    reason = ""
     if device.processes > 1:
-        obstacle = f" ({device.processes} processes)"
+        reason = f" ({device.processes} processes)"
     elif training.accumulate > 1:  # chunks of a batch would share one graph and its outputs
-        obstacle = f" (training.accumulate {training.accumulate})"
+        reason = f" (training.accumulate {training.accumulate})"
     elif training.cuda_graph == AUTO and not device.triton:
-        obstacle = " (Triton is not installed)"
-    possible = device.cuda and not obstacle
+        reason = " (Triton is not installed)"
+    possible = device.cuda and not reason
     graph = possible if training.cuda_graph == AUTO else training.cuda_graph
     if device.cuda:
-        note += ", CUDA graph" if graph and possible else f", no CUDA graph{obstacle}"
+        note += ", CUDA graph" if graph and possible else f", no CUDA graph{reason}"
 
     epochs, lines = training.epochs, [f"on {device.name}: {source}, {precision}{note}"]
     if epochs == AUTO:
@@ -119,7 +119,7 @@ def keep_choices(recipe: Recipe, saved: Recipe) -> Recipe:
     return recipe.override({key: before[key] for key in _RESUMED if now[key] == AUTO})
 
 
-def _choose_cache(recipe: Recipe, device: DeviceFacts, storage: StorageFacts) -> tuple[str, str]:
+def _choose_cache(recipe: Recipe, device: DeviceInfo, storage: StorageInfo) -> tuple[str, str]:
     """Return `data.cache`, and a description of where images are read from."""
     cache, size = recipe.data.cache, readable_size(storage.pixels)
     limit = min(MAX_CACHE_BYTES, int(DISK_SHARE * storage.disk))

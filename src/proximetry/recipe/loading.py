@@ -117,7 +117,7 @@ def plain_values(
         path = find_file(source, shipped, "recipe", "recipes")
         if path in derived:
             names = " → ".join(path.name for path in (*derived, path))
-            raise RecipeError(f"recipes are based on each other in a circle: {names}")
+            raise RecipeError(f"circular `base` recipes: {names}. Remove one `base`.")
         name = next((name for name, file in shipped.items() if file == path), path.stem)
         values = {"name": name} | read_yaml(path, "recipe")
         derived = (*derived, path)
@@ -131,14 +131,14 @@ def plain_values(
 
 
 def merge(
-    values: Mapping[str, Any], changes: Mapping[str, Any], *, whole: bool = True
+    values: Mapping[str, Any], changes: Mapping[str, Any], *, is_complete: bool = True
 ) -> dict[str, Any]:
     """Return nested values with changes, and without the keys that the changes make meaningless.
 
-    In a ``whole`` recipe, unlike in overrides of one, a missing key has its default.
+    In a complete recipe, unlike in overrides of one, a missing key has its default.
     """
     old, new = (flatten(overlay({}, part)) for part in (values, changes))
-    for key in _meaningless_keys(old, new, whole):
+    for key in _meaningless_keys(old, new, is_complete):
         old.pop(key, None)
     dims = old.get("evaluation.eval_dims")
     if {"model.dim", "model.pca_dim"} & {*new} and isinstance(dims, list | tuple):
@@ -148,16 +148,19 @@ def merge(
             old["evaluation.eval_dims"] = [d for d in dims if type(d) is not int or d < width]
     merged = overlay(overlay({}, old), changes)
     bits, model = new.get("model.bits", old.get("model.bits")), merged.get("model")
-    if whole and type(bits) is int and 1 <= bits <= MAX_BITS and isinstance(model, dict):
+    if is_complete and type(bits) is int and 1 <= bits <= MAX_BITS and isinstance(model, dict):
         model.setdefault("dim", bits)  # one dimension per bit
     return merged
 
 
-def _meaningless_keys(old: Mapping[str, Any], new: Mapping[str, Any], whole: bool) -> list[str]:
+def _meaningless_keys(
+    old: Mapping[str, Any], new: Mapping[str, Any], is_complete: bool
+) -> list[str]:
     """Return the flat keys of old values that make no sense beside new ones."""
 
     def differs(key: str) -> bool:
-        return key in new and (whole or key in old) and new[key] != old.get(key, DEFAULTS[key])
+        has_value = is_complete or key in old
+        return key in new and has_value and new[key] != old.get(key, DEFAULTS[key])
 
     dim, pca_dim = new.get("model.dim"), old.get("model.pca_dim")
     if "model.pca_dim" in new:
@@ -177,7 +180,7 @@ def _meaningless_keys(old: Mapping[str, Any], new: Mapping[str, Any], whole: boo
     return [key for applies, keys in rules if applies for key in keys.split()]
 
 
-def resets(values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[str]:
+def describe_resets(values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[str]:
     """Return one line per change that makes `merge` reset keys that no change names."""
     before, after = flatten(overlay({}, values)), flatten(merge(values, changes))
     new, lines = flatten(overlay({}, changes)), []
@@ -230,7 +233,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def validation_message(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return the first error of a pydantic validation in one sentence, with its key."""
+    """Return an error message for the first pydantic error, with its key."""
     first = error.errors()[0]
     # A part of a location may name the member of a union that was tried, not a key.
     where = ".".join(
@@ -253,8 +256,8 @@ def validation_message(error: ValidationError, model: type[BaseModel]) -> str:
                 return f"{where}.{reason}".lstrip(".")
             if reason.startswith(f"{where} "):
                 return reason
-            joint = " " if reason.startswith(("must ", "is ")) else ": "
-            return f"{where}{joint}{reason}" if where else reason
+            separator = " " if reason.startswith(("must ", "is ")) else ": "
+            return f"{where}{separator}{reason}" if where else reason
     reason = first["msg"].replace("Input should", "must").replace("valid tuple", "list")
     reason = reason.partition(", unable to parse")[0]
     return f"{where} {reason}, got {format_value(value)}"

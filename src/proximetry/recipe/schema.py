@@ -110,9 +110,9 @@ class DataConfig(Section):
         {}, "names of columns in a table if they differ: path=file,label=category"
     )
     short_side: Side | None = _key(
-        None, "short side of the images in the pixel cache; null takes model.resize"
+        None, "short side of the images in the pixel cache; null uses model.resize"
     )
-    crop_size: Side | None = _key(None, "side of the training crops; null takes model.image_size")
+    crop_size: Side | None = _key(None, "side of the training crops; null uses model.image_size")
     crop_scale: tuple[Number, Number] = _key(
         (0.08, 1.0), "smallest and largest area of the random resized crop, as a fraction"
     )
@@ -143,7 +143,7 @@ class DataConfig(Section):
         role="runtime",
     )
     cache_dir: UserPath | None = _key(
-        None, "folder of the pixel cache; null takes the user's cache folder", role="path"
+        None, "folder of the pixel cache; null uses the user's cache folder", role="path"
     )
     bad_images: Literal["error", "skip"] = _key(
         "error", "stop at missing or unreadable images, or skip and list them"
@@ -179,7 +179,7 @@ class ModelConfig(Section):
     )
     dim: Dim = _key(DEFAULTS["model.dim"], "dimension of the embedding; with bits, their number")
     bits: Bits | None = _key(
-        None, "train binary codes of this many bits: signs about the training mean (in the head)"
+        None, "train binary codes of this many bits: signs of the embedding minus its training mean"
     )
     pca_dim: Dim | None = _key(
         None, "reduce the trained embedding with PCA of the training images (folded into the head)"
@@ -194,7 +194,7 @@ class ModelConfig(Section):
     pooling: Literal[POOLINGS] = _key(  # type: ignore[valid-type]
         "auto",
         "auto is the pooling of the network's classifier: token for transformers; cls-avg is their "
-        "class token beside the mean of the patch tokens (DINOv2, DINOv3)",
+        "class token concatenated with the mean patch token (DINOv2, DINOv3)",
     )
     lora_rank: Count | None = _key(
         None,
@@ -203,7 +203,7 @@ class ModelConfig(Section):
         le=1024,
     )
     lora_alpha: Number | None = _key(
-        None, "with lora_rank: scales the updates by lora_alpha / lora_rank; null by 1", gt=0
+        None, "with lora_rank: scale the updates by lora_alpha / lora_rank; null for scale 1", gt=0
     )
     dropout: Number = _key(0.0, "probability of dropping a pooled feature in training", ge=0, lt=1)
     drop_path: Number = _key(
@@ -215,15 +215,15 @@ class ModelConfig(Section):
         "auto", f"{', '.join(WEIGHTS_SOURCES)}, a file, or the folder of a run or an embedder"
     )
     image_size: Side | None = _key(
-        DEFAULTS["model.image_size"], "side of the crop; null takes the backbone's"
+        DEFAULTS["model.image_size"], "side of the crop; null uses the backbone's"
     )
     resize: Side | None = _key(
-        None, "short side before the center crop in evaluation; null takes the backbone's"
+        None, "short side before the center crop in evaluation; null uses the backbone's"
     )
     squash: Flag | None = _key(
         None,
         "scale both sides of an image to resize in evaluation, ignoring its aspect ratio; resize "
-        "then defaults to image_size; null takes the backbone's",
+        "then defaults to image_size; null uses the backbone's",
     )
     freeze_batchnorm: Flag = _key(False, "freeze the running statistics of batch normalization")
     freeze_backbone: Flag = _key(
@@ -265,7 +265,7 @@ class LossConfig(Section):
 
     name: str = _key(DEFAULTS["loss.name"], "a loss that `proximetry losses` lists")
     settings: dict[str, Setting] = _key(
-        {}, "its settings; on the command line such as --loss.settings.alpha 32"
+        {}, "settings of the loss; on the command line such as --loss.settings.alpha 32"
     )
     exclusive: Number = _key(
         0.0, "weight of RegularFace's exclusive term, ramped up with sphereface's annealing", ge=0
@@ -304,17 +304,17 @@ class OptimizerConfig(Section):
     lr: Number = _key(1e-4, "learning rate of the backbone", gt=0)
     layer_decay: Number = _key(
         1.0,
-        "layer-wise learning-rate decay: each layer of the backbone learns at this times the rate "
-        "of the next layer, the last one at lr; 1 for one rate, about 0.75 for transformers",
+        "layer-wise learning-rate decay: the last layer of the backbone uses lr, each earlier "
+        "layer this fraction of the next one's rate; 1 disables it, about 0.75 suits transformers",
         gt=0,
         le=1,
     )
-    head_multiplier: Number = _key(1.0, "the head learns at lr times this", gt=0)
-    proxy_multiplier: Number = _key(100.0, "the proxies learn at lr times this", gt=0)
-    weight_decay: Number = _key(1e-4, "of all parameters", ge=0)
+    head_multiplier: Number = _key(1.0, "learning rate of the head, as a multiple of lr", gt=0)
+    proxy_multiplier: Number = _key(100.0, "learning rate of proxies, as a multiple of lr", gt=0)
+    weight_decay: Number = _key(1e-4, "weight decay of all parameters", ge=0)
     # Less than the minimum is zero in float32.
-    eps: Number = _key(1e-8, "of Adam; ProxyNCA++ uses 1.0, with learning rates to match", ge=1e-30)
-    momentum: Number = _key(0.9, "of SGD", ge=0, lt=1)
+    eps: Number = _key(1e-8, "epsilon of Adam; ProxyNCA++ uses 1.0 with a matching lr", ge=1e-30)
+    momentum: Number = _key(0.9, "momentum of SGD", ge=0, lt=1)
     clip_value: Number | None = _key(None, "clip each entry of the gradients", gt=0)
     clip_norm: Number | None = _key(None, "clip the norm of the model's gradient", gt=0)
 
@@ -323,9 +323,9 @@ class ScheduleConfig(Section):
     """The learning-rate schedule."""
 
     name: Literal["constant", "step", "milestones", "plateau", "cosine"] = _key(
-        "step", "how the learning rates decay"
+        "step", "learning-rate schedule"
     )
-    every: AutoCount = _key(10, "epochs between two drops (step); auto takes a third of the epochs")
+    every: AutoCount = _key(10, "epochs between two drops (step); auto uses a third of the epochs")
     at: tuple[Count, ...] = _key((), "epochs of the drops (milestones)")
     factor: Number = _key(0.5, "factor of the learning rates at a drop", gt=0, le=1)
     patience: Count = _key(4, "evaluations without improvement before a drop (plateau)")
@@ -343,8 +343,8 @@ class TrainingConfig(Section):
     seed: Annotated[int, Field(strict=True)] = _key(0, "random seed of the run", ge=0, lt=2**63)
     precision: Literal["auto", "float32", "bfloat16", "float16"] = _key(
         AUTO,
-        "of the network (autocast); proxies and loss use float32. auto takes bfloat16 on a CUDA "
-        "GPU that supports it, else float32",
+        "autocast precision of the network; proxies and loss use float32. auto uses bfloat16 on a "
+        "CUDA GPU that supports it, else float32",
     )
     accumulate: Count = _key(
         1,
@@ -386,7 +386,7 @@ class EvaluationConfig(Section):
 
     protocol: Protocol = _key(
         "held_out",
-        "held_out selects the epoch on training classes excluded from training; last takes the "
+        "held_out selects the epoch on training classes excluded from training; last uses the "
         "last epoch; paper selects on the test set, as many papers do",
     )
     held_out: Number = _key(
@@ -396,15 +396,15 @@ class EvaluationConfig(Section):
         1, "epochs between two evaluations; at least a tenth of all if no split is evaluated"
     )
     watch_test: Flag = _key(
-        False, "also evaluate the test set each time; it selects nothing", role="runtime"
+        False,
+        "also evaluate the test set at every evaluation; does not affect epoch selection",
+        role="runtime",
     )
     final_test: Flag = _key(True, "evaluate the test set at the end of the run", role="runtime")
     untrained: Flag = _key(True, "evaluate the untrained embedder as a baseline", role="runtime")
-    select_by: str = _key(
-        "map@r", "the metric that selects the epoch; the later of equal epochs is taken"
-    )
-    metrics: Metrics = _key(Metrics(), "what is computed")
-    similarity: Similarity = _key("cosine", "how embeddings are compared")
+    select_by: str = _key("map@r", "the metric that selects the epoch; ties select the later epoch")
+    metrics: Metrics = _key(Metrics(), "metrics to compute")
+    similarity: Similarity = _key("cosine", "similarity of embeddings")
     eval_dims: tuple[Count, ...] = _key(
         (), "also report the metrics of the first d dimensions of the embedding, for each d"
     )
@@ -412,10 +412,10 @@ class EvaluationConfig(Section):
 
 
 class Recipe(Section):
-    """Everything about a run except where its results go."""
+    """All settings of a run except its output folder."""
 
-    name: Text = _key("unnamed", "of the recipe", role="metadata")
-    about: str = _key("", "what it is and where its figures come from", role="metadata")
+    name: Text = _key("unnamed", "name of the recipe", role="metadata")
+    about: str = _key("", "description and source of the settings", role="metadata")
     data: DataConfig = Field(default_factory=DataConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     loss: LossConfig = Field(default_factory=LossConfig)

@@ -104,7 +104,7 @@ def _queries(runs: Sequence[ComparedRun]) -> ReportSection | None:
         if first is None or other is None or not first.is_comparable_to(other):
             continue
         hits, other_hits = first.neighbors.hits[:, 0], other.neighbors.hits[:, 0]
-        scored = first.evaluation.scored
+        scored = first.evaluation.is_scored
         gained = np.flatnonzero(other_hits & ~hits & scored)
         lost = np.flatnonzero(hits & ~other_hits & scored)
         pair = (short(name), first), (short(other_name), other)

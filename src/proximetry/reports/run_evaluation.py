@@ -94,9 +94,12 @@ class RunEvaluation:
         (most confident errors).
         """
         sign = 1 if best else -1
-        scores = self.evaluation.scores[self.ranking_metric]
-        order = np.lexsort((sign * self.neighbors.similarities[:, 0], -sign * scores))
-        return self.one_per_class(order[self.evaluation.scored[order]], count)
+        scores, similarities = (
+            self.evaluation.scores[self.ranking_metric],
+            self.neighbors.similarities,
+        )
+        order = np.lexsort((sign * similarities[:, 0], -sign * scores))
+        return self.one_per_class(order[self.evaluation.is_scored[order]], count)
 
     def one_per_class(self, queries: Rows, count: int) -> list[int]:
         """Return the first query of each class."""

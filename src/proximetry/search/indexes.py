@@ -22,7 +22,7 @@ from proximetry._util.formatting import format_value, pluralize
 from proximetry._util.imports import import_optional
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
-from proximetry.metrics.reranking import binary_codes, candidates
+from proximetry.metrics.reranking import binary_codes, num_candidates
 from proximetry.models.constants import Similarity
 
 EXACT, BINARY = "Flat", "BFlat"
@@ -168,7 +168,7 @@ class Index:
     def count(self, k: int) -> int:
         """Return the number of candidates for k results: more for coarser codes."""
         if self._binary:
-            return candidates(k) * self.effort
+            return num_candidates(k) * self.effort
         coarse = any(part in self.kind for part in ("PQ", "SQ", "PCA"))
         return compressed_candidates(k) * self.effort if coarse else k
 

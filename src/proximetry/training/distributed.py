@@ -24,7 +24,7 @@ from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_value
 from proximetry._util.machine import resolve_device
 from proximetry.kernels.cuda_graphs import ignore_stream_mismatch
-from proximetry.recipe.auto import DeviceFacts
+from proximetry.recipe.auto import DeviceInfo
 from proximetry.training.errors import RankError, RunError
 
 T = TypeVar("T")
@@ -212,10 +212,10 @@ def average_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
             parameter.grad /= world.size
 
 
-def device_facts(world: World) -> DeviceFacts:
+def device_facts(world: World) -> DeviceInfo:
     """Describe the device of a run; of several processes, the weakest device."""
     if world.device.type == "cuda":
-        facts = DeviceFacts(
+        facts = DeviceInfo(
             torch.cuda.get_device_name(world.device),
             cuda=True,
             capability=torch.cuda.get_device_capability(world.device),
@@ -226,7 +226,7 @@ def device_facts(world: World) -> DeviceFacts:
     else:
         threads = torch.get_num_threads()
         name = f"the CPU ({threads} thread{'s' * (threads > 1)})"
-        facts = DeviceFacts(name, processes=world.size)
+        facts = DeviceInfo(name, processes=world.size)
     ranks = world.gather(facts)
     return replace(
         facts,

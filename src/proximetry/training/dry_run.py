@@ -14,9 +14,9 @@ import torch
 from proximetry._util.formatting import pluralize, readable_seconds, readable_size, truncate_lines
 from proximetry.data.images import ImageError
 from proximetry.data.loader import decode, parallel_map
-from proximetry.data.pixel_cache import Bad, cache_home, describe_copies, raise_unreadable
+from proximetry.data.pixel_cache import Bad, cache_home, describe_duplicates, raise_unreadable
 from proximetry.models.embedder import extract_features
-from proximetry.recipe.auto import StorageFacts
+from proximetry.recipe.auto import StorageInfo
 from proximetry.recipe.schema import Recipe
 from proximetry.training.build import RunContext, build, fit_crop_size
 from proximetry.training.distributed import join_processes, preserve_torch_state
@@ -55,7 +55,7 @@ class _DecodingResult(NamedTuple):
     number: int = 0
     bad: Bad = ()
     seconds_per_image: float = 0.0
-    copies: tuple[str, ...] = ()
+    duplicates: tuple[str, ...] = ()
 
 
 def dry_run(
@@ -98,7 +98,7 @@ def _estimate(run: Run, notes: _Notes, state: str, epochs: int) -> dict[str, Any
     embedder, data, images = run.updater.embedder, run.data, len(run.data.catalog)
     recipe, storage = fit_crop_size(run.recipe, embedder), data.storage
     if storage is None or recipe.data.cache == "none":
-        storage = StorageFacts(0, 0, free_space(recipe), 0)
+        storage = StorageInfo(0, 0, free_space(recipe), 0)
     check_space(recipe, storage.missing)
     # Before images are decoded, which needs more memory than a step.
     training_rate, evaluation_rate, memory = _measure(run, recipe)
@@ -107,7 +107,7 @@ def _estimate(run: Run, notes: _Notes, state: str, epochs: int) -> dict[str, Any
         decoded = run.world.on_main(lambda: _decode(run, notes.display))
         if decoded.bad:
             data.split(exclude_bad(data.catalog, decoded.bad))
-        for line in (*data.notes, *decoded.copies):
+        for line in (*data.notes, *decoded.duplicates):
             notes.message(line)
     per_epoch = len(data.sampler) * min(recipe.data.batch_size, len(data.rows["train"]))
     seconds = {"decoding": 0.0, "training": epochs * per_epoch / training_rate}
@@ -166,8 +166,8 @@ def _decode(run: Run, display: Display) -> _DecodingResult:
         display.progress("checking", number, len(rows))
     seconds, bad = time.perf_counter() - started, tuple(errors)
     raise_unreadable(bad, len(rows), run.recipe.data.bad_images)
-    copies = describe_copies(catalog) if len(rows) == len(catalog) else ()
-    return _DecodingResult(len(rows), bad, seconds / len(rows), tuple(copies))
+    duplicates = describe_duplicates(catalog) if len(rows) == len(catalog) else ()
+    return _DecodingResult(len(rows), bad, seconds / len(rows), tuple(duplicates))
 
 
 def _images_evaluated(run: Run, epochs: int) -> int:

@@ -111,7 +111,7 @@ def check_comparison(catalog: Catalog, metrics: Metrics) -> list[str]:
         raise ValueError(reason)
     catalog = drop_unused_roles(catalog)
     queries, gallery = _roles(catalog)
-    if catalog.queries is not None and (metric := metrics.one_set()):
+    if catalog.queries is not None and (metric := metrics.set_metric_names()):
         raise ValueError(
             f"{metric} needs one set, but {catalog.root} has queries and a gallery. Remove "
             f"{metric}, or the columns query and gallery."

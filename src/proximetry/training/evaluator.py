@@ -20,7 +20,7 @@ from proximetry._util.errors import UsageError
 from proximetry._util.formatting import join_first
 from proximetry._util.types import Progress
 from proximetry.data import Catalog, VectorCatalog
-from proximetry.data.pixel_cache import describe_copies
+from proximetry.data.pixel_cache import describe_duplicates
 from proximetry.kernels.cuda_graphs import GraphedInference
 from proximetry.metrics import Evaluation, Metrics, evaluate
 from proximetry.models import Embedder, evaluation_mode
@@ -82,7 +82,7 @@ def score_queries(
         for dim in (vectors.shape[1], *eval_dims)
     }
     if binary:
-        options["metrics"] = metrics.of_lists()
+        options["metrics"] = metrics.per_query_only()
         arguments = evaluation_arguments(vectors, catalog, similarity, rows)
         scored[CODES] = evaluate(**arguments, binary=True, **options)
     return scored
@@ -142,7 +142,7 @@ def evaluate_embedder(
 
 def leakage_warnings(embedder: Embedder, catalog: Catalog) -> list[str]:
     """Warn about classes the embedder was trained on, and about duplicate images."""
-    warnings = [] if isinstance(catalog, VectorCatalog) else describe_copies(catalog)
+    warnings = [] if isinstance(catalog, VectorCatalog) else describe_duplicates(catalog)
     if trained := sorted({*(embedder.class_names or ())} & {*catalog.class_names}):
         warnings.insert(
             0,
@@ -338,7 +338,7 @@ class Evaluator:
             query_labels=labels[held_out],
             ignore_groups=gallery,  # excludes self-matches
             query_ignore_groups=held_out,
-            metrics=e.metrics.of_lists(),
+            metrics=e.metrics.per_query_only(),
             similarity=e.similarity,
             group=self._group,
         )

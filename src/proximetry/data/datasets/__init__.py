@@ -131,10 +131,10 @@ def resolve_source(
     if path.exists():
         unzip = ". Unzip it first" if path.suffix.lower() == ".zip" else ""
         raise UsageError(f"{name} is neither a folder nor a {', '.join(_SUFFIXES)} file{unzip}")
-    raise UsageError(not_found(name, DATASETS, "dataset"))
+    raise UsageError(not_found_message(name, DATASETS, "dataset"))
 
 
-def not_found(source: str, names: Iterable[str], kind: str) -> str:
+def not_found_message(source: str, names: Iterable[str], kind: str) -> str:
     """Return the error for a source that is neither a path nor one of the names."""
     path, siblings = Path(source).expanduser(), list[str]()
     if path.is_symlink():

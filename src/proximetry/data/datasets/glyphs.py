@@ -129,18 +129,18 @@ def _draw_all(file: Path, side: int, seed: int) -> None:
         for character in characters():
             for number, face in enumerate(FONTS):
                 if character in font_characters(face):
-                    random = np.random.default_rng([seed, ord(character), number])
+                    rng = np.random.default_rng([seed, ord(character), number])
                     buffer = io.BytesIO()
-                    _draw(character, face, side, random).save(buffer, "PNG", compress_level=4)
+                    _draw(character, face, side, rng).save(buffer, "PNG", compress_level=4)
                     info = tarfile.TarInfo(f"U+{ord(character):04X}/{face}.png")
                     info.size = buffer.tell()
                     buffer.seek(0)
                     tar.addfile(info, buffer)
 
 
-def _draw(character: str, face: str, side: int, random: np.random.Generator) -> Image.Image:
+def _draw(character: str, face: str, side: int, rng: np.random.Generator) -> Image.Image:
     """Draw black on white: a centered glyph, then rotated, scaled and moved a little."""
-    size, angle, right, down = random.uniform(
+    size, angle, right, down = rng.uniform(
         (0.5 * side, -15, -0.1 * side, -0.1 * side), (0.85 * side, 15, 0.1 * side, 0.1 * side)
     )
     ink = _ink(character, face, round(size), angle)

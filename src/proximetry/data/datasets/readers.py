@@ -28,7 +28,7 @@ def cub(root: Path) -> Catalog:
     """Read CUB-200-2011: classes 1 to 100 for training, 101 to 200 for test.
 
     `root` is the official folder (images.txt, image_class_labels.txt, images/), or holds
-    <class>/<image> in folders, below train/ and test/ or not, or in tar shards.
+    <class>/<image> in folders, optionally inside train/ and test/, or in tar shards.
     """
     home = _CUB.find(root)
     if home is None:
@@ -48,14 +48,14 @@ def cub(root: Path) -> Catalog:
 
 
 def _split_birds(merged: Catalog) -> Catalog:
-    """Train on the classes 1 to 100: by the number in their name, else in sorted order."""
+    """Assign classes 1 to 100 to the training split, by number, else in sorted order."""
     numbers = {name: re.match(r"(\d+)\.", name) for name in merged.class_names}
     if all(numbers.values()):
         first = {name for name, match in numbers.items() if match and int(match[1]) <= 100}
         return split_by_class(merged, first)
     note = (
         f"{_CUB.title}: class folders are not numbered (001.Black_footed_Albatross, …); the first "
-        "100 in sorted order are taken for training, which need not be the official ones"
+        "100 in sorted order are used for training, which may differ from the official split"
     )
     return split_by_class(merged, set(merged.class_names[:100]), note)
 
@@ -64,8 +64,8 @@ def cars(root: Path) -> Catalog:
     """Read Cars196: classes 1 to 98 for training, 99 to 196 for test.
 
     `root` holds cars_annos.mat and car_ims/, or devkit/ with cars_train/ and cars_test/, or
-    <class>/<image> in folders, below train/ and test/ or not, or in tar shards. In the latter
-    three the classes are put in order by their smallest image number.
+    <class>/<image> in folders, optionally inside train/ and test/, or in tar shards. Without the
+    official files, classes are ordered by their smallest image number.
     """
     home = _CARS.find(root)
     if home is None:
@@ -103,7 +103,7 @@ def _load_mat(file: Path) -> Any:
 
 
 def _split_cars(merged: Catalog) -> Catalog:
-    """Train on the classes 1 to 98 of a merged copy; note missing images.
+    """Assign classes 1 to 98 to the training split, and report missing images.
 
     The images are numbered by class from 1 to 16185, so the smallest number of a class gives its
     position, and the classes 1 to 98 have the images 1 to 8054.
@@ -113,8 +113,8 @@ def _split_cars(merged: Catalog) -> Catalog:
     numbers = [int(d[-1]) if d else 0 for d in digits]
     if len(set(numbers)) < len(numbers) or not 1 <= min(numbers) <= max(numbers) <= total:
         note = (
-            f"{_CARS.title}: images are not numbered from 1 to {total}; the first 98 "
-            "classes in sorted order are taken for training, which need not be the official ones"
+            f"{_CARS.title}: images are not numbered from 1 to {total}; the first 98 classes "
+            "in sorted order are used for training, which may differ from the official split"
         )
         return split_by_class(merged, set(merged.class_names[:98]), note)
     smallest: dict[str, int] = {}
@@ -135,7 +135,7 @@ def flowers(root: Path) -> Catalog:
     """Read Oxford Flowers 102: classes 1 to 51 for training, 52 to 102 for test.
 
     `root` is the official folder (imagelabels.mat, jpg/), or holds <number of the class>/<image> in
-    folders, below train/, valid/ and test/ or not, or in tar shards.
+    folders, optionally inside train/, valid/ and test/, or in tar shards.
     """
     home = _FLOWERS.find(root)
     if home is not None:

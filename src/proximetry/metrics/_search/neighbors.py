@@ -15,7 +15,7 @@ from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
 from proximetry.metrics._search.problem import NEVER, Block, SearchProblem, first_hits
 from proximetry.metrics._search.similarities import fix_ties, from_keys, project, to_keys
-from proximetry.metrics._search.symmetric import applies, search_symmetric
+from proximetry.metrics._search.symmetric import can_search_symmetric, search_symmetric
 
 # Bytes of similarities in memory. A CPU works best from its caches; a GPU with large
 # products and few launches.
@@ -29,7 +29,7 @@ def search(
 ) -> Iterator[Block]:
     """Search ``depths[i]`` neighbors of every query by the faster method."""
     deepest = int(depths.max())
-    if applies(problem, deepest):
+    if can_search_symmetric(problem, deepest):
         yield search_symmetric(problem, deepest, with_ranks=with_ranks, progress=progress)
     else:
         yield from search_blocks(problem, depths, with_ranks=with_ranks, progress=progress)
@@ -47,7 +47,7 @@ def search_blocks(
     done = 0
     for rows, depth in _blocks(order, depths, len(gallery), gallery.element_size()):
         similarities = queries[rows] @ gallery.T
-        fix_ties(similarities, problem.similarity, {1: problem.copies})
+        fix_ties(similarities, problem.similarity, {1: problem.duplicates})
         if problem.groups is not None:
             query_groups, gallery_groups = problem.groups
             similarities.masked_fill_(query_groups[rows, None] == gallery_groups, -torch.inf)
@@ -69,7 +69,7 @@ def _blocks(
     sorted_depths = depths[order].clamp(max=width).tolist()
     start = 0
     while start < len(order):
-        # An estimate from the shallowest row, corrected by the deepest row it leads to.
+        # Estimate the block from its shallowest query, then shrink it for its deepest.
         rows = _rows_within(budget, width, itemsize, sorted_depths[start])
         deepest = sorted_depths[min(start + rows, len(order)) - 1]
         rows = _rows_within(budget, width, itemsize, deepest)
@@ -94,10 +94,10 @@ def nearest(similarities: Tensor, depth: int) -> tuple[Tensor, Tensor]:
             rows = split.nonzero()[:, 0]
             values, ids = values.clone(), ids.clone()
             # Rows with such a tie are selected in the total order, a few at a time.
-            for part in _quarters(rows, len(similarities)):
+            for part in _small_parts(rows, len(similarities)):
                 values[part], ids[part] = _nearest_in_total_order(similarities[part], depth)
     tied = bool((values[:, 1:] == values[:, :-1]).any())
-    return in_order(values, ids) if tied else (values, ids)
+    return sort_by_value(values, ids) if tied else (values, ids)
 
 
 def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -121,8 +121,8 @@ def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return top.values, columns.gather(1, top.indices)
 
 
-def _quarters(rows: Tensor, block: int) -> Iterator[Tensor]:
-    """Yield rows in parts no larger than a quarter of the block, whose copies then stay small."""
+def _small_parts(rows: Tensor, block: int) -> Iterator[Tensor]:
+    """Yield rows in parts of at most a quarter of the block, whose copies then stay small."""
     return (rows[part] for part in chunks(len(rows), max(1, block // 4)))
 
 
@@ -134,7 +134,7 @@ def _nearest_in_total_order(similarities: Tensor, depth: int) -> tuple[Tensor, T
     return from_keys(to_keys(similarities, ids).topk(depth, dim=1).values)
 
 
-def in_order(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+def sort_by_value(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the entries of each row by descending value, ties by smaller index."""
     ids, by_id = ids.sort(dim=1)
     values, by_value = values.gather(1, by_id).sort(dim=1, descending=True, stable=True)
@@ -145,7 +145,7 @@ def _best_ranks(similarities: Tensor, ids: Tensor, problem: SearchProblem, rows:
     """Return the rank of each query's best positive: read from its list, or else counted."""
     ranks = first_hits(problem.hits(rows, ids))
     columns = torch.arange(similarities.shape[1], device=similarities.device)
-    for part in _quarters((ranks == NEVER).nonzero()[:, 0], len(similarities)):
+    for part in _small_parts((ranks == NEVER).nonzero()[:, 0], len(similarities)):
         near = similarities[part]
         negative = problem.gallery_codes != problem.query_codes[rows[part], None]
         positives = near.masked_fill(negative, -torch.inf)

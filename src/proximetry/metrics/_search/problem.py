@@ -34,18 +34,18 @@ class SearchProblem:
     groups: tuple[Tensor, Tensor] | None = None  # of the queries and of the gallery
 
     @cached_property
-    def copies(self) -> tuple[Tensor, Tensor]:
+    def duplicates(self) -> tuple[Tensor, Tensor]:
         """Gallery items equal to an earlier item, and the first item equal to each.
 
-        The rounding of a product depends on its position in the matrix. Copies take the
+        The rounding of a product depends on its position in the matrix. Duplicates take the
         similarity of the first, so that they tie.
         """
-        return find_copies(self.gallery)
+        return find_duplicates(self.gallery)
 
     @cached_property
     def components(self) -> Tensor:
-        """Connected components of the gallery: items of one class and copies are connected."""
-        later, first = self.copies
+        """Connected components of the gallery: items of one class and duplicates are connected."""
+        later, first = self.duplicates
         codes = self.gallery_codes
         return connected_components(len(self.classes), codes[later], codes[first])[codes]
 
@@ -67,7 +67,7 @@ class SearchProblem:
         return sizes - (end - first)
 
 
-def find_copies(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def find_duplicates(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows equal to an earlier one, in ascending order, and the first row equal to each.
 
     Rows are compared by a 64-bit hash, and those of equal hash entry by entry.
@@ -88,8 +88,8 @@ def _hash(rows: Tensor) -> Tensor:
     """Return a 64-bit integer for each row."""
     if rows.is_floating_point():
         rows = (rows + 0.0).view(torch.int32)  # adding 0 makes −0 equal to 0
-    draw = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**63), 2**63 - 1, rows.shape[1:], generator=draw, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**63), 2**63 - 1, rows.shape[1:], generator=generator, device="cpu")
     return (rows.long() * factors.to(rows.device)).sum(1)
 
 
@@ -124,7 +124,7 @@ def build_problem(
     device = sets[0].vectors.device
     vectors = [items.vectors for items in sets]
     if similarity == "euclidean":
-        # An offset would cost digits. All processes have the gallery, and with it the origin.
+        # A large offset would lose precision. The gallery and its origin are the same everywhere.
         origin = sampled_median(vectors[0])
         vectors = [rows - origin for rows in vectors]
     numbers, classes = encode(*(items.labels for items in sets))

@@ -66,15 +66,15 @@ def project(queries: Tensor, gallery: Tensor, similarity: Similarity) -> tuple[T
 
 
 def fix_ties(
-    values: Tensor, similarity: Similarity, copies: Mapping[int, tuple[Tensor, Tensor]]
+    values: Tensor, similarity: Similarity, duplicates: Mapping[int, tuple[Tensor, Tensor]]
 ) -> None:
-    """Undo rounding: clamp cosines to ±1 and give copies the same similarity.
+    """Undo rounding: clamp cosines to ±1 and give duplicates the same similarity.
 
-    ``copies`` are those of each dimension, as in ``SearchProblem.copies``.
+    ``duplicates`` are those of each dimension, as in ``SearchProblem.duplicates``.
     """
     if similarity == "cosine":
         values.clamp_(-1, 1)
-    for dim, (later, first) in copies.items():
+    for dim, (later, first) in duplicates.items():
         if len(later):
             values.index_copy_(dim, later, values.index_select(dim, first))
 
@@ -129,6 +129,6 @@ def _set_precision(products: Any, precision: str) -> None:
         torch.set_float32_matmul_precision(precision)
         return
     if precision != _PLAIN:
-        products.fp32_precision = "none"  # as `torch.backends.fp32_precision` is
+        products.fp32_precision = "none"  # inherit torch.backends.fp32_precision
     if products.fp32_precision != precision:
         products.fp32_precision = precision

@@ -1,7 +1,7 @@
 """Every item against all others on a CPU: each similarity is computed once, used twice.
 
 Items are laid out class by class in tiles, so that all positives of an item lie in its diagonal
-tile, and with them its copies, which take their similarities from the first of them. Diagonal
+tile, and with them its duplicates, which take their similarities from the first of them. Diagonal
 tiles go first: they give each item its best positive and a first list. A tile off the diagonal
 then holds negatives only, and serves its rows and, transposed, its columns:
 
@@ -23,14 +23,14 @@ from torch import Tensor
 from proximetry._util.machine import torch_pool
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
-from proximetry.metrics._search.problem import NEVER, Block, SearchProblem, find_copies
+from proximetry.metrics._search.problem import NEVER, Block, SearchProblem, find_duplicates
 from proximetry.metrics._search.similarities import fix_ties, from_keys, project, to_keys
 
 TILE = 2048
 # Entries whose maximum is taken together: along a row, and down a column.
 ROW_GROUP = 32
 COLUMN_GROUP = 8
-# Before and after all keys; a best positive that is always in front never leaves the list.
+# WORST_KEY sorts after all keys; NO_POSITIVE before all keys, so it never leaves a list.
 WORST_KEY, NO_POSITIVE = torch.iinfo(torch.int64).min, NEVER
 # Candidates per item that are collected before they are merged into the lists together.
 MERGE_AFTER = 48
@@ -38,8 +38,8 @@ MERGE_AFTER = 48
 THREADS = 4
 
 
-def applies(problem: SearchProblem, depth: int) -> bool:
-    """Whether this search can be used, and is faster than going block by block."""
+def can_search_symmetric(problem: SearchProblem, depth: int) -> bool:
+    """Return whether this search is supported and faster than `search_blocks`."""
     return (
         problem.self_index is not None
         and problem.queries is problem.gallery
@@ -60,12 +60,12 @@ class _State:
     keys: Tensor  # the best keys so far, unordered
     worst: Tensor  # the worst of them
     best: Tensor  # the key of the best positive, NO_POSITIVE without one
-    nearer: Tensor  # the number of items before it, kept up once it is out of the list
+    nearer: Tensor  # number of nearer items; updated once `best` has left the list
     candidates: dict[int, list[tuple[Tensor, Tensor]]]  # by start of tile: rows and keys to merge
 
-    def best_is_out(self, at: slice) -> Tensor:
+    def best_is_out(self, positions: slice) -> Tensor:
         """Return which items of a tile do not have their best positive in their list."""
-        return self.best[at] < self.worst[at]
+        return self.best[positions] < self.worst[positions]
 
 
 def search_symmetric(
@@ -76,7 +76,7 @@ def search_symmetric(
     items = torch.argsort(problem.components, stable=True)
     tiles = _tiles(problem.components)
     vectors = problem.gallery[items]
-    copies = {at.start: find_copies(vectors[at]) for at in tiles}
+    duplicates = {positions.start: find_duplicates(vectors[positions]) for positions in tiles}
     left, right = project(vectors, vectors, problem.similarity)
     del vectors
     state = _State(
@@ -90,25 +90,25 @@ def search_symmetric(
     codes = problem.gallery_codes[items]
     locks = {tile.start: Lock() for tile in tiles}
     widest = max(tile.stop - tile.start for tile in tiles)
-    memory = local()  # one buffer per thread, used again and again: fresh pages cost time
+    memory = local()  # one reused buffer per thread: fresh pages cost time
 
     def product(rows: slice, columns: slice) -> Tensor:
         """Return similarities, with −inf at the ends where whole groups need it."""
-        high, wide = rows.stop - rows.start, columns.stop - columns.start
-        shape = high + -high % COLUMN_GROUP, wide + -wide % ROW_GROUP
+        height, width = rows.stop - rows.start, columns.stop - columns.start
+        shape = height + -height % COLUMN_GROUP, width + -width % ROW_GROUP
         if not hasattr(memory, "buffer"):
             memory.buffer = left.new_empty((widest + COLUMN_GROUP) * (widest + ROW_GROUP))
         tile: Tensor = memory.buffer[: shape[0] * shape[1]].view(shape)
-        tile[high:] = -torch.inf
-        tile[:, wide:] = -torch.inf
-        torch.mm(left[rows], right[columns].T, out=tile[:high, :wide])
-        here = {0: copies[rows.start], 1: copies[columns.start]}
-        fix_ties(tile[:high, :wide], problem.similarity, here)
+        tile[height:] = -torch.inf
+        tile[:, width:] = -torch.inf
+        torch.mm(left[rows], right[columns].T, out=tile[:height, :width])
+        tile_duplicates = {0: duplicates[rows.start], 1: duplicates[columns.start]}
+        fix_ties(tile[:height, :width], problem.similarity, tile_duplicates)
         return tile
 
-    def start(at: slice) -> None:
-        size = at.stop - at.start
-        _diagonal(product(at, at)[:size, :size], codes[at], state, at)
+    def start(positions: slice) -> None:
+        size = positions.stop - positions.start
+        _diagonal(product(positions, positions)[:size, :size], codes[positions], state, positions)
 
     def visit(pair: tuple[slice, slice]) -> None:
         rows, columns = pair
@@ -131,8 +131,8 @@ def search_symmetric(
         for done, _ in enumerate(steps(pool), 1):
             if progress is not None:
                 progress(done, len(tiles) + len(pairs))
-    for at in tiles:
-        _merge(state, at)
+    for positions in tiles:
+        _merge(state, positions)
     return _finish(state, with_ranks)
 
 
@@ -161,17 +161,17 @@ def _finish(state: _State, with_ranks: bool) -> Block:
     return Block(torch.arange(len(ids), device=ids.device), ids, values, ranks)
 
 
-def _diagonal(tile: Tensor, codes: Tensor, state: _State, at: slice) -> None:
+def _diagonal(tile: Tensor, codes: Tensor, state: _State, positions: slice) -> None:
     """Start the lists, find the best positives, and count the items of this tile before them."""
     tile.fill_diagonal_(-torch.inf)
     for rows in chunks(len(tile), TILE // 4):
-        keys = to_keys(tile[rows], state.items[at])
-        state.keys[at][rows] = keys.topk(state.keys.shape[1], dim=1, sorted=False).values
+        keys = to_keys(tile[rows], state.items[positions])
+        state.keys[positions][rows] = keys.topk(state.keys.shape[1], dim=1, sorted=False).values
         best = keys.masked_fill(codes[rows, None] != codes, WORST_KEY).amax(1)
-        state.nearer[at][rows] = _true_per_row(keys > best[:, None])
+        state.nearer[positions][rows] = _true_per_row(keys > best[:, None])
         missing = from_keys(best)[0] == -torch.inf
-        state.best[at][rows] = best.masked_fill(missing, NO_POSITIVE)
-    state.worst[at] = state.keys[at].amin(1)
+        state.best[positions][rows] = best.masked_fill(missing, NO_POSITIVE)
+    state.worst[positions] = state.keys[positions].amin(1)
 
 
 def _true_per_row(mask: Tensor) -> Tensor:
@@ -184,18 +184,18 @@ def _update_from_tile(
 ) -> None:
     """Let a tile of negatives enter the lists, and the ranks, of its rows and columns."""
     row_items, column_items = state.items[rows], state.items[columns]
-    high, wide = len(row_items), len(column_items)
+    height, width = len(row_items), len(column_items)
     if with_ranks:
-        for at, others, across in ((rows, column_items, 0), (columns, row_items, 1)):
-            out = state.best_is_out(at).nonzero()[:, 0]
-            values = tile[:high, :wide].index_select(across, out).movedim(across, 0)
-            best, position = from_keys(state.best[at][out, None])
+        for positions, others, across in ((rows, column_items, 0), (columns, row_items, 1)):
+            out = state.best_is_out(positions).nonzero()[:, 0]
+            values = tile[:height, :width].index_select(across, out).movedim(across, 0)
+            best, position = from_keys(state.best[positions][out, None])
             before = (values > best) | ((values == best) & (others < position))
-            state.nearer[at][out] += _true_per_row(before)
-    row, column, values = _candidates_by_row(tile[:high], from_keys(state.worst[rows])[0])
+            state.nearer[positions][out] += _true_per_row(before)
+    row, column, values = _candidates_by_row(tile[:height], from_keys(state.worst[rows])[0])
     _collect(state, rows, row, to_keys(values, column_items[column]))
     floor = from_keys(state.worst[columns])[0]
-    column, row, values = _candidates_by_column(tile[:, :wide], floor)
+    column, row, values = _candidates_by_column(tile[:, :width], floor)
     _collect(state, columns, column, to_keys(values, row_items[row]))
 
 
@@ -217,29 +217,29 @@ def _candidates_by_column(tile: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, 
     return column[hit], group[hit] * COLUMN_GROUP + offset, values[hit, offset]
 
 
-def _collect(state: _State, at: slice, row: Tensor, keys: Tensor) -> None:
+def _collect(state: _State, positions: slice, row: Tensor, keys: Tensor) -> None:
     """Collect candidates for the lists of a tile."""
-    candidates = state.candidates[at.start]
+    candidates = state.candidates[positions.start]
     candidates.append((row, keys))
-    if sum(len(rows) for rows, _ in candidates) >= MERGE_AFTER * (at.stop - at.start):
-        _merge(state, at)
+    if sum(len(rows) for rows, _ in candidates) >= MERGE_AFTER * (positions.stop - positions.start):
+        _merge(state, positions)
 
 
-def _merge(state: _State, at: slice) -> None:
+def _merge(state: _State, positions: slice) -> None:
     """Merge the collected candidates into the lists of a tile."""
-    candidates, state.candidates[at.start] = state.candidates[at.start], []
+    candidates, state.candidates[positions.start] = state.candidates[positions.start], []
     if not candidates:
         return
     row, by_row = torch.cat([rows for rows, _ in candidates]).sort(stable=True)
     keys = torch.cat([keys for _, keys in candidates])[by_row]
-    counts = torch.bincount(row, minlength=at.stop - at.start)
+    counts = torch.bincount(row, minlength=positions.stop - positions.start)
     position = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
     new = keys.new_full((len(counts), int(counts.max())), WORST_KEY)
     new[row, position] = keys
-    merged = torch.cat([state.keys[at], new], dim=1)
-    was_out = state.best_is_out(at)
-    state.keys[at] = merged.topk(state.keys.shape[1], dim=1, sorted=False).values
-    state.worst[at] = state.keys[at].amin(1)
+    merged = torch.cat([state.keys[positions], new], dim=1)
+    was_out = state.best_is_out(positions)
+    state.keys[positions] = merged.topk(state.keys.shape[1], dim=1, sorted=False).values
+    state.worst[positions] = state.keys[positions].amin(1)
     # Where a best positive has just been pushed out, all that came before it is in `merged`.
-    out = (state.best_is_out(at) & ~was_out).nonzero()[:, 0]
-    state.nearer[at][out] = (merged[out] > state.best[at][out, None]).sum(1)
+    out = (state.best_is_out(positions) & ~was_out).nonzero()[:, 0]
+    state.nearer[positions][out] = (merged[out] > state.best[positions][out, None]).sum(1)

@@ -25,7 +25,7 @@ from proximetry.data.loader import ImageLoader, Pixels
 from proximetry.data.pixel_cache import Bad, cache_home, estimate, unreadable_images
 from proximetry.data.resample import Windows
 from proximetry.models import Preprocessing
-from proximetry.recipe.auto import StorageFacts
+from proximetry.recipe.auto import StorageInfo
 from proximetry.recipe.schema import Recipe
 from proximetry.training.distributed import World
 from proximetry.training.errors import RunError
@@ -70,7 +70,7 @@ class ImageData(TrainingData):
         self._stream: torch.cuda.Stream | None = None
 
     @cached_property
-    def storage(self) -> StorageFacts:
+    def storage(self) -> StorageInfo:
         """Facts for the choice of a cache; reads at most the headers of image files."""
         recipe, catalog, (train_size, eval_size) = self._recipe, self.catalog, self._sizes
         second = catalog.subset(self.rows_of_second_cache())
@@ -79,7 +79,7 @@ class ImageData(TrainingData):
             for part, size in ((catalog, train_size), (second, eval_size))
             if len(part)
         ]
-        return StorageFacts(
+        return StorageInfo(
             pixels=sum(size for _, size in caches),
             missing=sum(size for complete, size in caches if not complete),
             disk=free_space(recipe),

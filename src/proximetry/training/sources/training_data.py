@@ -27,7 +27,7 @@ from proximetry.data.images import Size
 from proximetry.models import Preprocessing
 from proximetry.models.constants import CUSTOM
 from proximetry.models.embedder import Stage
-from proximetry.recipe.auto import StorageFacts
+from proximetry.recipe.auto import StorageInfo
 from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import DataConfig, Protocol, Recipe
 from proximetry.training.distributed import World
@@ -106,7 +106,7 @@ class TrainingData(ABC):
         """Yield batches of rows as in evaluation, for `extract_features`."""
 
     @property
-    def storage(self) -> StorageFacts | None:
+    def storage(self) -> StorageInfo | None:
         """Facts for the choice of a cache; None where there is nothing to choose."""
         return None
 
