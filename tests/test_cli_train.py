@@ -280,7 +280,7 @@ def test_dry_run_decodes_the_images(call, home, monkeypatch):
     assert "34 images of 9 classes" in out
     assert "class02/2.png" in out
     (images / "class03" / "0.png").write_bytes((images / "class04" / "0.png").read_bytes())
-    assert "in another class" in call(*words)
+    assert "in different classes" in call(*words)
     monkeypatch.setattr("proximetry.training.dry_run.MAX_DECODED", 16)  # of 48, class00/0 first
     result = json.loads(call(*words, "--json"))
     assert result["decoded"] == 16
