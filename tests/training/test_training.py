@@ -443,7 +443,7 @@ def test_every_loss_trains(images, cache, tmp_path, name):
     recipe = make_recipe(
         images, cache, loss={"name": name}, training={"epochs": 2}, evaluation={"untrained": False}
     )
-    train(recipe, tmp_path / "run", callbacks=[watch])
+    train(recipe, tmp_path / "run", device="cpu", callbacks=[watch])
     first, last = (line["loss"] for line in RunFolder(tmp_path / "run").history())
     assert last < 0.97 * first
     trained = tensors(tmp_path / "run")["loss.loss.proxies.weight"]
@@ -467,7 +467,7 @@ def test_moving_average_equals_float64_mean(recipe, tmp_path):
     mean = Mean()
     recipe = recipe.override({"training.ema": 0.8, "training.epochs": 10})
     recipe = recipe.override({"schedule.freeze_backbone_epochs": 1})
-    train(recipe, tmp_path / "run", callbacks=[mean])
+    train(recipe, tmp_path / "run", device="cpu", callbacks=[mean])
     saved = tensors(tmp_path / "run")
     for name, value in Embedder.load(tmp_path / "run" / "embedder").state_dict().items():
         average, last = saved[f"average.{name}"], saved[f"embedder.{name}"]

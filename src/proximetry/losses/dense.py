@@ -153,7 +153,7 @@ class _PairDistances(torch.autograd.Function):
         with torch.autocast(weight.device.type, enabled=False):
             cosine, distance, inverse, pairs = _pair_distances(weight)
             near = pairs / distance
-            factors = torch.diag_embed((cosine * near).sum(2)) - near
+            factors = (cosine * near).sum(2, keepdim=True) * (1 - pairs) - near
             products = grad * factors * inverse.unsqueeze(1) * inverse.unsqueeze(2)
             gradient: Tensor = products @ weight
             return gradient
