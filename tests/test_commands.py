@@ -237,7 +237,7 @@ def test_evaluate_warns_about_training_classes_and_duplicates(call, embedder, tm
     shutil.copy(images / "class00" / "0.png", images / "class01" / "copy.png")
     leakage, duplicates = data(call, "evaluate", trained, images)["notes"]
     assert "1 of 12 classes" in leakage
-    assert "another class" in duplicates
+    assert "different classes" in duplicates
     assert "class01/copy.png (of class00/0.png)" in duplicates
 
 

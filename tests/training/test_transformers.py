@@ -41,7 +41,7 @@ def test_recipes_match_timm_networks(name):
     assert network.global_pool == {"siglip": "map", "dinov2": "token", "dinov3": "avg"}[name]
     assert model.pooling in POOLINGS
     recipe = Recipe.load(name)
-    assert "Not measured here" in recipe.about
+    assert "not measured" in recipe.about
     assert recipe.optimizer.lr * recipe.optimizer.proxy_multiplier == pytest.approx(1e-2)
 
 
