@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from proximetry.metrics.intervals import *
     from proximetry.metrics.proxy_separability import *
     from proximetry.metrics.reranking import *
-    from proximetry.metrics.retrieval import *
+    from proximetry.metrics.retrieval_result import *
     from proximetry.metrics.verification import *
     from proximetry.metrics.verification_pairs import *
 
@@ -30,7 +30,7 @@ _EXPORTS = {
     "templates verify_classes",
     "embedding_map": "map_embeddings",
     "reranking": "binary_codes expand_queries k_reciprocal_distances",
-    "retrieval": "RetrievalResult retrieve",
+    "retrieval_result": "RetrievalResult retrieve",
     "proxy_separability": "Separability distinct_proxies separability",
     "verification": "Roc Verification auc eer roc tar_at_far verify",
 }

@@ -37,7 +37,7 @@ from proximetry.metrics.reranking import (
     k_reciprocal_reorder,
     vector_reorder,
 )
-from proximetry.metrics.retrieval import RetrievalResult
+from proximetry.metrics.retrieval_result import RetrievalResult
 from proximetry.metrics.scores import COUNTS, DEFAULT, Metrics, score_lists
 from proximetry.metrics.verification import Verification
 from proximetry.metrics.verification_pairs import verify_classes

@@ -28,7 +28,7 @@ from proximetry.models.lora import add_lora
 from proximetry.recipe.auto import choose
 from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe
-from proximetry.training.components import Components
+from proximetry.training.custom_components import Components
 from proximetry.training.distributed import World, device_facts
 from proximetry.training.errors import RunError
 from proximetry.training.evaluator import Evaluator, check_input

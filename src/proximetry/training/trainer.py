@@ -24,7 +24,7 @@ from proximetry.training.checkpoint import (
     restore_state,
     save_state,
 )
-from proximetry.training.components import Components, custom_components
+from proximetry.training.custom_components import Components, custom_components
 from proximetry.training.distributed import join_processes, preserve_torch_state
 from proximetry.training.errors import CheckpointError, FolderError, RunError
 from proximetry.training.final_evaluation import evaluate_final, evaluate_untrained, save_embedder
