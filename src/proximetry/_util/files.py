@@ -36,6 +36,17 @@ MAX_CACHE_BYTES, DISK_SHARE = 20_000_000_000, 1 / 5
 """Limits of all pixel caches together: size, and share of the disk space available to them."""
 
 
+def size_and_mtime(path: Path) -> tuple[int, float]:
+    """Return the bytes of a file or folder, and when it was last written, 0.0 if it is empty."""
+    states = []
+    for file in (path, *path.rglob("*")):
+        with suppress(OSError):  # removed meanwhile
+            if file.is_file():
+                states.append(file.lstat())
+    last_written = max((state.st_mtime for state in states), default=0.0)
+    return sum(state.st_size for state in states), last_written
+
+
 def cache_folder() -> Path:
     """Return $PROXIMETRY_CACHE, else proximetry below $XDG_CACHE_HOME or ~/.cache."""
     if os.environ.get("PROXIMETRY_CACHE"):

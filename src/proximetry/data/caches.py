@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from proximetry._util.files import PART_SUFFIX, acquire_lock, cache_folder
+from proximetry._util.files import PART_SUFFIX, acquire_lock, cache_folder, size_and_mtime
 
 _ABOUT = {
     "glyphs": "the built-in dataset of characters",
@@ -56,16 +56,10 @@ def _entry(path: Path) -> CacheEntry:
     header: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         header = json.loads((path / "header.json").read_text(encoding="utf-8"))
-    states = []
-    for file in (path, *path.rglob("*")):
-        with suppress(OSError):  # removed meanwhile
-            if file.is_file():
-                states.append(file.lstat())
     return CacheEntry(
         f"{path.parent.name}/{path.name}",
         path,
-        sum(state.st_size for state in states),
-        max((state.st_mtime for state in states), default=0.0),
+        *size_and_mtime(path),
         header.get("root", ""),
         header.get("images"),
         header.get("about", _ABOUT.get(path.parent.name, "")),

@@ -24,6 +24,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from uuid import uuid4
@@ -40,6 +41,7 @@ from proximetry._util.files import (
     atomic_write,
     cache_folder,
     name_write_errors,
+    size_and_mtime,
 )
 from proximetry._util.formatting import join_first
 from proximetry._util.types import Progress
@@ -326,14 +328,12 @@ def _write(
 
 def _remove_least_recently_used(home: Path, keep: Path) -> None:
     """Remove the oldest caches until all of them are within the limits."""
-    caches = []
-    for header in home.glob("*/header.json"):
-        with suppress(OSError):  # removed meanwhile
-            size = sum(file.stat().st_size for file in header.parent.iterdir())
-            caches.append((header.stat().st_mtime, size, header.parent))
-    size = sum(size for _, size, _ in caches)
+    caches = [
+        (*size_and_mtime(header.parent), header.parent) for header in home.glob("*/header.json")
+    ]
+    size = sum(freed for freed, _, _ in caches)
     limit = min(MAX_CACHE_BYTES, DISK_SHARE * (shutil.disk_usage(home).free + size))
-    for _, freed, folder in sorted(caches):
+    for freed, _, folder in sorted(caches, key=itemgetter(1)):
         if size > limit and folder != keep and remove_cache(folder):
             size -= freed
 
