@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, replace
+from importlib.util import find_spec
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -15,13 +16,12 @@ from proximetry._util.tensors import l2_normalize
 from proximetry.losses.dense import (
     cosines,
     dense,
-    intra_class_distance,
     join_by_sample,
     pull_by_class,
     reduce_proxies,
     weighted_mean,
 )
-from proximetry.losses.form import LossForm, Parts, Problem
+from proximetry.losses.form import LossForm, Parts, Precision, Problem
 from proximetry.losses.proxies import Init, Proxies
 from proximetry.losses.settings import (
     LOSS_SETTINGS,
@@ -37,7 +37,7 @@ Labels = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 """Class indices [B], or `IGNORED`."""
 Weights = Tensor | NDArray[np.floating[Any]] | Sequence[float]
 """Sample weights [B]."""
-Engine = Literal["auto", "dense", "streamed"]
+Engine = Literal["auto", "dense", "streamed", "fused"]
 Reduction = Literal["mean", "sum", "none"]
 _reduction = one_of(*get_args(Reduction))
 
@@ -47,6 +47,8 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 #: ``auto`` streams when batch × classes × K has more entries than this (4 MiB in float32).
 DENSE_ENTRIES = 2**20
+
+HAS_TRITON = find_spec("triton") is not None
 
 LOSSES: dict[str, "type[ProxyLoss]"] = {}
 """Every proxy loss by its name in recipes and on the command line."""
@@ -63,6 +65,13 @@ class ProxyLoss(ConfigurableModule):
     engine: Engine = setting(
         one_of(*get_args(Engine)),
         "how the loss is computed; the result is the same",
+        default="auto",
+        kw_only=True,
+    )
+    precision: Literal["auto", Precision] = setting(
+        one_of("auto", *get_args(Precision)),
+        "precision of the products in the fused engine; auto follows torch's settings for matrix "
+        "products and autocast",
         default="auto",
         kw_only=True,
     )
@@ -135,6 +144,9 @@ class ProxyLoss(ConfigurableModule):
         has_weights = weights is not None
         if weights is not None:
             weights = weights_tensor(embeddings, weights, self.check_labels)
+        precision = self.precision
+        if precision == "auto":
+            precision = product_precision(embeddings.device)
         with torch.autocast(embeddings.device.type, enabled=False):
             proxies = self.proxies.weight
             if weights is None:
@@ -148,16 +160,23 @@ class ProxyLoss(ConfigurableModule):
             )
             scale, offset = self.negative_logit(length)
             problem = Problem(
-                x, proxies, labels, self.form, self.gamma, scale, offset, has_weights=has_weights
-            )
-            small = len(x) * proxies.shape[0] * proxies.shape[1] <= DENSE_ENTRIES
-            is_dense = small if self.engine == "auto" else self.engine == "dense"
-            engine = dense if is_dense else streamed
+                x, proxies, labels, self.form, self.gamma, scale, offset, has_weights=has_weights,
+                needs_distance=self.tau > 0.0, precision=precision,
+            )  # fmt: skip
+            solve = _ENGINES[self.choose_engine(len(x))]
             reduce = self._reduce_by_class if self.form.by == "class" else self._reduce_by_sample
-            loss, factor = reduce(engine, problem, length, weights, reduction)
-            if self.tau > 0.0:
-                loss = loss + self.tau * intra_class_distance(proxies) * factor
-            return loss
+            loss, factor, distance = reduce(solve, problem, length, weights, reduction)
+            return loss if distance is None else loss + self.tau * distance * factor
+
+    def choose_engine(self, batch_size: int) -> str:
+        """Return the engine that computes a batch of this size: the setting, or what auto chooses."""
+        if self.engine != "auto":
+            return self.engine
+        weight = self.proxies.weight
+        if batch_size * weight.shape[0] * weight.shape[1] <= DENSE_ENTRIES:
+            return "dense"
+        can_fuse = HAS_TRITON and weight.is_cuda and weight.dtype == torch.float32
+        return "fused" if can_fuse else "streamed"
 
     def _reduce_by_sample(
         self,
@@ -166,8 +185,8 @@ class ProxyLoss(ConfigurableModule):
         length: Tensor,
         weights: Tensor,
         reduction: Reduction,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the reduced loss and the factor that gives proxy-only terms the same reduction."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the reduced loss, the same reduction of 1, and the intra-class distance."""
         smoothing, classes = self.label_smoothing, len(problem.proxies)
         parts = engine(replace(problem, needs_total=smoothing > 0.0))
         positive = self.positive_logit(parts.positive, length)
@@ -176,9 +195,12 @@ class ProxyLoss(ConfigurableModule):
             others = problem.scale * (parts.total - parts.positive) + problem.offset * (classes - 1)
             terms = terms + smoothing * (positive - (positive + others) / classes)
         if reduction == "mean":
-            return weighted_mean(terms, weights), (weights.sum() > 0).to(terms.dtype)
+            mean, factor = weighted_mean(terms, weights), (weights.sum() > 0).to(terms.dtype)
+            return mean, factor, parts.distance
         terms = terms * weights
-        return (terms.sum(), weights.sum()) if reduction == "sum" else (terms, weights)
+        if reduction == "sum":
+            return terms.sum(), weights.sum(), parts.distance
+        return terms, weights, parts.distance
 
     def _reduce_by_class(
         self,
@@ -187,7 +209,7 @@ class ProxyLoss(ConfigurableModule):
         length: Tensor,
         weights: Tensor,
         reduction: Reduction,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Reduce a class-wise loss; see `_reduce_by_sample`."""
         x, labels, classes = problem.x, problem.labels, len(problem.proxies)
         counts = (weights > 0).to(x.dtype)
@@ -203,9 +225,12 @@ class ProxyLoss(ConfigurableModule):
         pull = pull_by_class(logit, labels, classes)
         present_count, factor = present.sum().clamp(min=1.0), present.amax()
         if per_class:
-            return classes * (pull / present_count + class_weight * parts.negatives), factor
+            terms = classes * (pull / present_count + class_weight * parts.negatives)
+            return terms, factor, parts.distance
         mean = pull.sum() / present_count + parts.negatives
-        return (mean * classes, factor * classes) if reduction == "sum" else (mean, factor)
+        if reduction == "sum":
+            mean, factor = mean * classes, factor * classes
+        return mean, factor, parts.distance
 
     def similarities(self, embeddings: Tensor) -> Tensor:
         """Return S(x, c) for every class, [B, C]: the nearest class is the arg max."""
@@ -213,6 +238,27 @@ class ProxyLoss(ConfigurableModule):
             x, _ = l2_normalize(embeddings.to(self.proxies.weight.dtype))
             s, _ = cosines(x, self.proxies.weight)
             return reduce_proxies(s, self.form.similarity, self.gamma)
+
+
+def _fused(problem: Problem) -> Parts:
+    from proximetry.losses.fused import fused  # needs Triton
+
+    return fused(problem)
+
+
+_ENGINES: dict[str, Callable[[Problem], Parts]] = {
+    "dense": dense,
+    "streamed": streamed,
+    "fused": _fused,
+}
+
+
+def product_precision(device: torch.device) -> Precision:
+    """Return the precision of torch's products of float32 matrices on a device."""
+    if torch.is_autocast_enabled(device.type):
+        return "bf16"
+    settings: dict[str, Precision] = {"highest": "float32", "high": "tf32", "medium": "bf16"}
+    return settings[torch.get_float32_matmul_precision()]
 
 
 def create(name: str, num_classes: int, dim: int, **settings: Any) -> ProxyLoss:

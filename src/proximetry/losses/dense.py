@@ -78,12 +78,15 @@ def dense(problem: Problem) -> Parts:
     if problem.log_weights is not None:
         offset = (problem.log_weights + offset).unsqueeze(1)
     z = (factor * S + offset).scatter(1, label_column, -torch.inf)
+    if problem.ignore_above is not None:
+        z = z.masked_fill(S > problem.ignore_above, -torch.inf)
+    distance = intra_class_distance(problem.proxies) if problem.needs_distance else None
     if problem.form.by == "sample":
-        return Parts(positive, z.logsumexp(1), S.sum(1) if problem.needs_total else None)
+        return Parts(positive, z.logsumexp(1), S.sum(1) if problem.needs_total else None, distance)
     push = softplus(z.logsumexp(0))
     if problem.class_weight is not None:
         push = (problem.class_weight * push).sum()
-    return Parts(positive, push, None)
+    return Parts(positive, push, None, distance)
 
 
 def join_by_sample(form: LossForm, positive: Tensor, negatives: Tensor) -> Tensor:

@@ -22,11 +22,12 @@ from proximetry.losses.settings import one_of
 Aggregation = Literal["single", "soft", "max", "mean"]
 By = Literal["class", "sample"]
 Join = Literal["separate", "joint", "softmax", "nca"]
+Precision = Literal["float32", "tf32", "bf16"]
 
 
 @dataclass(frozen=True)
 class LossForm:
-    """The form of a loss: three choices that both engines understand."""
+    """The form of a loss: three choices that all engines understand."""
 
     similarity: Aggregation
     by: By
@@ -63,6 +64,12 @@ class Problem:
     """Whether the caller passed sample weights, whose logarithms may exceed 0."""
     needs_total: bool = False
     """Whether sample-wise losses need the sum of a sample's similarities."""
+    needs_distance: bool = False
+    """Whether the loss has an intra-class term."""
+    ignore_above: float | None = None
+    """Negatives with S(x, c) above this have logit -inf; the sum of similarities includes them."""
+    precision: Precision = "float32"
+    """Precision of the products in the fused engine."""
 
 
 class Parts(NamedTuple):
@@ -76,3 +83,5 @@ class Parts(NamedTuple):
     ``class_weight``, or [C] without."""
     total: Tensor | None
     """The sum of a sample's similarities to all classes [B], if ``needs_total``."""
+    distance: Tensor | None
+    """The intra-class distance of the proxies (see `intra_class_distance`), if ``needs_distance``."""

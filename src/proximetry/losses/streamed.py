@@ -8,6 +8,7 @@ tiles, so that autograd handles any margin.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from proximetry.losses.dense import (
     add_rows_,
     cosines,
     dense,
+    intra_class_distance,
     log1p_sum_exp,
     reduce_proxies,
     spread_gradient,
@@ -43,7 +45,11 @@ def streamed(problem: Problem, tile: int | None = None) -> Parts:
     if not torch.is_grad_enabled():  # `needs_input_grad` ignores no_grad: detach
         inputs = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
     function = _ByClass if problem.form.by == "class" else _BySample
-    return Parts(*function.apply(_Tiled(problem, min(tile, classes)), *inputs))  # type: ignore[no-untyped-call]
+    tiled = _Tiled(replace(problem, needs_distance=False), min(tile, classes))
+    parts = Parts(*function.apply(tiled, *inputs), None)  # type: ignore[no-untyped-call]
+    if problem.needs_distance:
+        return parts._replace(distance=intra_class_distance(problem.proxies))
+    return parts
 
 
 class _Gradients(NamedTuple):
@@ -88,6 +94,8 @@ class _Tiled:
         inside = (column >= 0) & (column < width)
         column.clamp_(0, width - 1)
         z.scatter_(1, column, z.gather(1, column).masked_fill(inside, -torch.inf))
+        if self.problem.ignore_above is not None:
+            z.masked_fill_(S > self.problem.ignore_above, -torch.inf)
         return z, s, S, inverse
 
     def empty_gradients(self, needs: Sequence[bool]) -> _Gradients:
@@ -156,10 +164,10 @@ def _save(ctx: Any, tiled: _Tiled, *tensors: Any) -> None:
     ctx.save_for_backward(*(tensor for tensor in tensors if isinstance(tensor, Tensor)))
 
 
-def _dense_gradients(ctx: Any, *grads: Tensor | None) -> Any:
+def dense_gradients(ctx: Any, problem: Problem, *grads: Tensor | None) -> Any:
     """Return the gradients of the dense engine, which are differentiable."""
     _ = ctx.saved_tensors  # raises if an input has changed
-    problem, needs = ctx.tiled.problem, ctx.needs_input_grad[1:]
+    needs = ctx.needs_input_grad[1:]
     inputs = (problem.x, problem.proxies, problem.scale)
     needed = [value for value, is_needed in zip(inputs, needs, strict=True) if is_needed]
     with torch.autocast(problem.x.device.type, enabled=False):
@@ -173,19 +181,19 @@ class _ByClass(torch.autograd.Function):
     """Negative term of a class-wise loss, whose value and gradients need one pass."""
 
     @staticmethod
-    def forward(ctx: Any, tiled: _Tiled, *inputs: Any) -> Parts:
+    def forward(ctx: Any, tiled: _Tiled, *inputs: Any) -> Any:
         if tiled.class_weight is None:  # the gradients depend on those of the terms
             value, ctx.gradients = tiled.x.new_empty(len(tiled.proxies)), None
             _class_pass(tiled, [False] * 3, 0.0, value)
         else:
             value, ctx.gradients = _class_pass(tiled, ctx.needs_input_grad[1:], tiled.class_weight)
         _save(ctx, tiled, *inputs)
-        return Parts(tiled.positive(), value, None)
+        return tiled.positive(), value, None
 
     @staticmethod
     def backward(ctx: Any, grad_positive: Tensor, grad_value: Tensor, _none: None) -> Any:
         if torch.is_grad_enabled():  # create_graph=True
-            return _dense_gradients(ctx, grad_positive, grad_value, None)
+            return dense_gradients(ctx, ctx.tiled.problem, grad_positive, grad_value, None, None)
         with torch.autocast(grad_value.device.type, enabled=False):
             _ = ctx.saved_tensors  # raises if an input has changed
             # The gradients of forward are used once; a second backward recomputes them.
@@ -232,7 +240,7 @@ class _BySample(torch.autograd.Function):
     """Log-sum-exp over the other classes of a sample: a running sum, and a pass for gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tiled: _Tiled, *inputs: Any) -> Parts:
+    def forward(ctx: Any, tiled: _Tiled, *inputs: Any) -> Any:
         x = tiled.x
         floor = torch.finfo(x.dtype).min  # instead of -inf, since -inf − (-inf) is NaN
         shift = x.new_full((len(x), 1), 0.0 if tiled.is_bounded else floor)
@@ -253,14 +261,16 @@ class _BySample(torch.autograd.Function):
                 shift = peak
         lse = (shift + total.log()).squeeze(1)
         _save(ctx, tiled, *inputs, lse)
-        return Parts(tiled.positive(), lse, sum_similarity)
+        return tiled.positive(), lse, sum_similarity
 
     @staticmethod
     def backward(
         ctx: Any, grad_positive: Tensor, grad_lse: Tensor, grad_total: Tensor | None
     ) -> Any:
         if torch.is_grad_enabled():  # create_graph=True
-            return _dense_gradients(ctx, grad_positive, grad_lse, grad_total)
+            return dense_gradients(
+                ctx, ctx.tiled.problem, grad_positive, grad_lse, grad_total, None
+            )
         with torch.autocast(grad_lse.device.type, enabled=False):
             *_, lse = ctx.saved_tensors
             lse = lse.masked_fill(torch.isneginf(lse), 0.0).unsqueeze(1)
