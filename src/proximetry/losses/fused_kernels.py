@@ -10,9 +10,13 @@ and dim are padded with zeros to multiples of the tiles, so that loops need no m
 class has KP ≥ K rows, a power of two.
 """
 
+import os
+
 import triton
 import triton.language as tl
 
+#: Triton's interpreter cannot multiply bf16 numbers.
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 #: How the K proxies of a class give its similarity.
 AGGREGATIONS = {"single": 0, "mean": 0, "soft": 1, "max": 2}
 #: Arguments that change from chunk to chunk.
@@ -37,7 +41,8 @@ def _load_parts(pointer, mask, stride, PARTS: tl.constexpr):
 
 @triton.jit
 def _load(pointer, mask, MASKED: tl.constexpr):
-    return tl.load(pointer, mask=mask, other=0.0) if MASKED else tl.load(pointer)
+    value = tl.load(pointer, mask=mask, other=0.0) if MASKED else tl.load(pointer)
+    return value.to(tl.float32) if _INTERPRETED else value
 
 
 @triton.jit
