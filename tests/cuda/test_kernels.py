@@ -21,10 +21,11 @@ def version(module):
     return tuple(int(part) for part in module.__version__.split(".")[:2])
 
 
+@pytest.mark.parametrize("cases", ["kernel_cases", "resample_kernel_cases", "fused_cases"])
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=NO_GPU)]
 )
-def test_kernels(device):
+def test_kernels(device, cases):
     """In another process: the interpreter has to be chosen before Triton is imported."""
     triton = pytest.importorskip("triton")
     if device == "cpu" and version(triton) < (3, 7) and version(np) >= (2, 4):
@@ -32,8 +33,7 @@ def test_kernels(device):
     environment = {**os.environ, "KERNEL_DEVICE": device, "TRITON_INTERPRET": "1"}
     if device != "cpu":
         del environment["TRITON_INTERPRET"]
-    cases = HERE / "kernel_cases.py", HERE / "resample_kernel_cases.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *cases]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / f"{cases}.py"]
     root = HERE.parents[1]
     run = subprocess.run(
         command, env=environment, cwd=root, capture_output=True, text=True, check=False
@@ -84,6 +84,18 @@ def test_kernels_compile_for_a_gpu():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.splitlines()) == len(names)
+
+
+@pytest.mark.slow
+def test_fused_loss_kernels_compile_without_spilled_registers():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.cuda.compile_fused"]
+    root = HERE.parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    memory = [line.split()[:2] for line in done.stdout.splitlines()]
+    assert len(memory) > 30
+    assert {spilled for _, spilled in memory} == {"0"}, done.stdout
 
 
 def test_missing_triton_warns_once(monkeypatch):

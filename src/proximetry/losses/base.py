@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, replace
-from importlib.util import find_spec
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -47,8 +46,6 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 #: ``auto`` streams when batch × classes × K has more entries than this (4 MiB in float32).
 DENSE_ENTRIES = 2**20
-
-HAS_TRITON = find_spec("triton") is not None
 
 LOSSES: dict[str, "type[ProxyLoss]"] = {}
 """Every proxy loss by its name in recipes and on the command line."""
@@ -169,14 +166,13 @@ class ProxyLoss(ConfigurableModule):
             return loss if distance is None else loss + self.tau * distance * factor
 
     def choose_engine(self, batch_size: int) -> str:
-        """Return the engine that computes a batch of this size: the setting, or what auto chooses."""
+        """Return the engine for a batch of this size: the setting, or what auto chooses."""
         if self.engine != "auto":
             return self.engine
         weight = self.proxies.weight
         if batch_size * weight.shape[0] * weight.shape[1] <= DENSE_ENTRIES:
             return "dense"
-        can_fuse = HAS_TRITON and weight.is_cuda and weight.dtype == torch.float32
-        return "fused" if can_fuse else "streamed"
+        return "streamed"
 
     def _reduce_by_sample(
         self,
@@ -243,7 +239,8 @@ class ProxyLoss(ConfigurableModule):
 def _fused(problem: Problem) -> Parts:
     from proximetry.losses.fused import fused  # needs Triton
 
-    return fused(problem)
+    parts: Parts = fused(problem)
+    return parts
 
 
 _ENGINES: dict[str, Callable[[Problem], Parts]] = {

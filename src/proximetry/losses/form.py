@@ -84,4 +84,4 @@ class Parts(NamedTuple):
     total: Tensor | None
     """The sum of a sample's similarities to all classes [B], if ``needs_total``."""
     distance: Tensor | None
-    """The intra-class distance of the proxies (see `intra_class_distance`), if ``needs_distance``."""
+    """The intra-class distance of the proxies (see `dense.intra_class_distance`), if needed."""

@@ -5,9 +5,9 @@ product is the sum of the products of the parts: 1 part has the accuracy of bf16
 products) more than that of TF32, 3 parts (six products) that of float32.
 
 Arrays of a chunk: `x` [PARTS, batch, dim] has the unit embeddings, `w` [PARTS, rows, dim] the unit
-proxies, `g` [PARTS, rows, batch] the gradient of each cosine. A row is a proxy, class · K + k. Batch
-and dim are padded with zeros to multiples of the tiles, so that loops need no masks. In a tile each
-class has KP ≥ K rows, a power of two.
+proxies, `g` [PARTS, rows, batch] the gradient of each cosine. A row is a proxy, class · K + k.
+Batch and dim are padded with zeros to multiples of the tiles, so that loops need no masks. In a
+tile each class has KP ≥ K rows, a power of two.
 """
 
 import os
@@ -110,9 +110,10 @@ def _similarities(
     for start in range(0, dim, BD):
         s = _multiply(s, a + start, b + start, w_part, x_part, 0, 0, PARTS, False)
     if K == 1:
-        return s, s, s
-    valid = (tl.arange(0, KP) < K)[None, :, None]
-    S, slope = _aggregate(tl.reshape(s, (BC, KP, BB)), valid, gamma, K, AGGREGATION)
+        S, slope = s, s
+    else:
+        valid = (tl.arange(0, KP) < K)[None, :, None]
+        S, slope = _aggregate(tl.reshape(s, (BC, KP, BB)), valid, gamma, K, AGGREGATION)
     return s, S, slope
 
 
@@ -141,7 +142,9 @@ def _negative_logits(
 def _load_proxies(weight, row, mask, d, dim):
     """Return the proxies [.., .., BD] of some rows, 0 outside of the mask."""
     inside = mask[:, :, None] & (d < dim)[None, None, :]
-    return tl.load(weight + row.to(tl.int64)[:, :, None] * dim + d[None, None, :], mask=inside, other=0.0)
+    return tl.load(
+        weight + row.to(tl.int64)[:, :, None] * dim + d[None, None, :], mask=inside, other=0.0
+    )
 
 
 @triton.jit
@@ -157,8 +160,10 @@ def _products(
         value = _load_proxies(weight, row, mask, d, dim)
         squares += tl.sum(value * value, 2)
         if GRAM:
-            for s in tl.static_range(K):
-                other = _load_proxies(weight, class_[:, None] * K + s, (class_ < count)[:, None], d, dim)
+            for s in range(K):
+                other = _load_proxies(
+                    weight, class_[:, None] * K + s, (class_ < count)[:, None], d, dim
+                )
                 column = tl.sum(value * other, 2)
                 gram += column[:, :, None] * (tl.arange(0, KP) == s).to(tl.float32)[None, None, :]
     return squares, gram
@@ -224,8 +229,10 @@ def add_pair_gradients(
     for start in range(0, dim, BD):
         d = start + tl.arange(0, BD)
         change = own[:, :, None] * _load_proxies(weight, row, mask, d, dim)
-        for s in tl.static_range(K):
-            other = _load_proxies(weight, class_[:, None] * K + s, (class_ < count)[:, None], d, dim)
+        for s in range(K):
+            other = _load_proxies(
+                weight, class_[:, None] * K + s, (class_ < count)[:, None], d, dim
+            )
             is_s = (tl.arange(0, KP) == s)[None, None, :]
             change -= tl.sum(tl.where(is_s, others, 0.0), 2)[:, :, None] * other
         target = gradient + row.to(tl.int64)[:, :, None] * dim + d[None, None, :]
@@ -375,25 +382,21 @@ def class_terms(
 
 @triton.jit(do_not_specialize=_CHUNK)
 def embedding_gradients(
-    g, w, out, rows, padded_batch, padded_dim, g_part, w_part, FIRST: tl.constexpr,
+    g, w, out, rows, padded_batch, padded_dim, g_part, w_part,
     PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Add gᵀ w over the rows of a chunk to `out` [splits, batch, dim]; FIRST overwrites."""
+    """Add gᵀ w over the rows of a chunk to `out` [splits, batch, dim]."""
     split = tl.program_id(2)
     b = tl.program_id(0) * BM + tl.arange(0, BM)
     d = tl.program_id(1) * BN + tl.arange(0, BN)
     target = out + split * padded_batch * padded_dim + b[:, None] * padded_dim + d[None, :]
-    acc = tl.zeros((BM, BN), tl.float32)
-    if not FIRST:
-        acc = tl.load(target)
+    acc = tl.load(target)
     for start in range(split * BK, rows, tl.num_programs(2) * BK):
         row = start + tl.arange(0, BK)
         mask = row < rows
         left = g + row[None, :] * padded_batch + b[:, None]
         right = w + row[:, None] * padded_dim + d[None, :]
-        acc = _multiply(
-            acc, left, right, g_part, w_part, mask[None, :], mask[:, None], PARTS, True
-        )
+        acc = _multiply(acc, left, right, g_part, w_part, mask[None, :], mask[:, None], PARTS, True)
     tl.store(target, acc)
 
 
@@ -421,11 +424,15 @@ def proxy_gradients(
     for block in range(blocks):
         length += tl.load(radial + block * capacity + clamped)
     unit = _load_parts(
-        w + clamped[:, None] * padded_dim + column[None, :], (column < padded_dim)[None, :], w_part, PARTS
+        w + clamped[:, None] * padded_dim + column[None, :],
+        (column < padded_dim)[None, :],
+        w_part,
+        PARTS,
     )
     # The unit proxies of class-wise losses are multiplied by the factor already.
-    factor = tl.load(factors + clamped) if FACTORS else 1.0
-    acc = (acc * factor[:, None] if FACTORS else acc) - length[:, None] * unit
+    if FACTORS:
+        acc *= tl.load(factors + clamped)[:, None]
+    acc -= length[:, None] * unit
     target = out + (first.to(tl.int64) + row)[:, None] * dim + column[None, :]
     tl.store(target, acc * inverse[:, None], mask=(row < rows)[:, None] & (column < dim)[None, :])
 
@@ -455,7 +462,11 @@ def positives(
         products += tl.sum(w * value[None, :], 1)
     s = products * _inverse(squares)
     S, slope = _aggregate(s[None, :, None], (k < K)[None, :, None], gamma, K, AGGREGATION)
-    tl.store(S_out + sample + tl.arange(0, 1), tl.where(is_here, tl.reshape(S, (1,)), 0.0), mask=is_sample)
+    tl.store(
+        S_out + sample + tl.arange(0, 1),
+        tl.where(is_here, tl.reshape(S, (1,)), 0.0),
+        mask=is_sample,
+    )
     tl.store(cosines + sample * K + k, s, mask=is_sample & (k < K))
     tl.store(slopes + sample * K + k, tl.reshape(slope, (KP,)), mask=is_here & (k < K))
 
@@ -486,10 +497,10 @@ def add_positive_gradients(
     inside = mask & (d < dim)[None, :]
     unit = tl.load(source + d[None, :], mask=inside, other=0.0) * inverse[:, None]
     if X:
-        slope = tl.load(slopes + sample * K + k, mask=is_here & (k < K), other=0.0)
-        change = tl.sum(unit * slope[:, None], 0) * tl.load(grad + sample)
-        target = dx + sample * dim + d
-        tl.store(target, tl.load(target, mask=d < dim, other=0.0) + change, mask=is_here & (d < dim))
+        share = tl.load(slopes + sample * K + k, mask=is_here & (k < K), other=0.0)
+        pull = tl.sum(unit * share[:, None], 0) * tl.load(grad + sample)
+        row = dx + sample * dim + d
+        tl.store(row, tl.load(row, mask=d < dim, other=0.0) + pull, mask=is_here & (d < dim))
     if W:
         earlier = tl.zeros((BB,), tl.int32)
         for start in range(0, sample, BB):

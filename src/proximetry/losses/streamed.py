@@ -46,10 +46,9 @@ def streamed(problem: Problem, tile: int | None = None) -> Parts:
         inputs = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
     function = _ByClass if problem.form.by == "class" else _BySample
     tiled = _Tiled(replace(problem, needs_distance=False), min(tile, classes))
-    parts = Parts(*function.apply(tiled, *inputs), None)  # type: ignore[no-untyped-call]
-    if problem.needs_distance:
-        return parts._replace(distance=intra_class_distance(problem.proxies))
-    return parts
+    distance = intra_class_distance(problem.proxies) if problem.needs_distance else None
+    positive, negatives, total = function.apply(tiled, *inputs)  # type: ignore[no-untyped-call]
+    return Parts(positive, negatives, total, distance)
 
 
 class _Gradients(NamedTuple):
@@ -169,7 +168,7 @@ def dense_gradients(ctx: Any, problem: Problem, *grads: Tensor | None) -> Any:
     _ = ctx.saved_tensors  # raises if an input has changed
     needs = ctx.needs_input_grad[1:]
     inputs = (problem.x, problem.proxies, problem.scale)
-    needed = [value for value, is_needed in zip(inputs, needs, strict=True) if is_needed]
+    needed: Any = [value for value, is_needed in zip(inputs, needs, strict=True) if is_needed]
     with torch.autocast(problem.x.device.type, enabled=False):
         parts = zip(dense(problem), grads, strict=True)
         outputs, grad_outputs = zip(*(pair for pair in parts if pair[0] is not None), strict=True)

@@ -1,0 +1,236 @@
+"""The fused loss engine; run by test_kernels.py in Triton's interpreter or on a GPU."""
+
+import math
+import os
+
+import pytest
+import torch
+
+from proximetry import losses
+from proximetry.losses import base
+from proximetry.losses import fused as fused_module
+from tests.losses.cases import MULTI, NAMES
+
+DEVICE = os.environ["KERNEL_DEVICE"]
+ON_GPU = DEVICE == "cuda"
+# The interpreter computes in NumPy, which warns where a GPU returns infinity.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+#: batch, classes, dimensions, proxies per class
+SHAPES = [(13, 70, 40, 3)]
+GPU_SHAPES = [
+    (1, 1, 8, 1),
+    (4096, 1001, 96, 2),
+    (257, 100_003, 128, 1),
+    (64, 20_011, 200, 10),
+    (180, 11_318, 512, 2),
+]
+SMOOTH = [name for name in NAMES if "label_smoothing" in losses.loss_settings(name)]
+
+
+def make(name, classes, dim, k, engine, **settings):
+    torch.manual_seed(0)
+    if k > 1 and name in MULTI:
+        settings["proxies_per_class"] = k
+    return losses.create(name, classes, dim, engine=engine, **settings).to(DEVICE).eval()
+
+
+def batch(size, classes, dim, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, dim, generator=generator)
+    return x.to(DEVICE), torch.randint(0, classes, (size,), generator=generator).to(DEVICE)
+
+
+def value_and_gradients(loss, x, y, *args, **kwargs):
+    x = x.detach().to(loss.proxies.weight.dtype).requires_grad_()
+    loss.zero_grad(set_to_none=True)
+    value = loss(x, y, *args, **kwargs)
+    value.sum().backward()
+    return value.detach(), x.grad, *(p.grad for p in loss.parameters())
+
+
+def errors(name, shape, *args, precision="float32", settings=None, reduction="mean"):
+    """The relative errors of value and gradients against the dense engine in float64."""
+    size, classes, dim, k = shape
+    x, y = batch(size, classes, dim)
+    settings = settings or {}
+    loss = make(name, classes, dim, k, "fused", precision=precision, **settings)
+    reference = make(name, classes, dim, k, "dense", **settings).double()
+    got = value_and_gradients(loss, x, y, *args, reduction=reduction)
+    expected = value_and_gradients(reference, x, y, *args, reduction=reduction)
+    return [distance(a, b) for a, b in zip(got, expected, strict=True)]
+
+
+def distance(got, expected):
+    return ((got.double() - expected).norm() / expected.norm().clamp(min=1e-6)).item()
+
+
+@pytest.mark.parametrize("shape", GPU_SHAPES if ON_GPU else SHAPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_fused_equals_dense_in_float64(name, shape):
+    assert max(errors(name, shape)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["proxy_anchor", "soft_triple"])
+@pytest.mark.parametrize(("precision", "unit"), [("tf32", 4e-5), ("bf16", 6e-3)])
+def test_precision_bounds_the_error(name, precision, unit):
+    """Rounding of unit vectors changes a cosine by about unit / √D, and the logits scale times."""
+    scale, dim = {"proxy_anchor": 32.0, "soft_triple": 20.0}[name], 96
+    found = errors(name, (33, 70, dim, 2), precision=precision)
+    bound = unit * scale / math.sqrt(dim)
+    assert bound / 1000 < max(found) <= bound
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ["mpa", "mpa_ap", "proxy_nca_plus_plus"])
+def test_weights_ignored_labels_and_smoothing(name, reduction):
+    size, classes, dim, k = 11, 19, 24, 2
+    settings = {"label_smoothing": 0.2} if name in SMOOTH else {}
+    if name == "mpa":
+        settings["negative_classes"] = "absent"
+    x, y = batch(size, classes, dim)
+    y[3] = base.IGNORED
+    x[3] = torch.nan
+    weights = torch.linspace(0.0, 3.0, size, device=DEVICE)
+    loss = make(name, classes, dim, k, "fused", **settings)
+    reference = make(name, classes, dim, k, "dense", **settings).double()
+    got = value_and_gradients(loss, x, y, weights, reduction=reduction)
+    expected = value_and_gradients(reference, x, y, weights, reduction=reduction)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert not ours.isnan().any()
+        assert distance(ours, theirs) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["mpa", "soft_triple", "proxy_anchor"])
+def test_chunks_give_the_result_of_one(name, monkeypatch):
+    monkeypatch.setattr(fused_module, "CHUNK_BYTES", 1)
+    assert max(errors(name, (9, 150, 24, 2))) <= 1e-5
+
+
+@pytest.mark.parametrize("settings", [{"alpha": 100.0}, {"margin": 2.0}])
+def test_large_logits_do_not_overflow(settings):
+    assert max(errors("proxy_anchor", (9, 40, 24, 1), settings=settings)) <= 3e-5
+
+
+@pytest.mark.parametrize("name", ["proxy_anchor", "soft_triple"])
+def test_same_bits_twice(name):
+    x, y = batch(40, 70, 40)
+    first, second = (
+        value_and_gradients(make(name, 70, 40, 2, "fused", precision="bf16"), x, y)
+        for _ in range(2)
+    )
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["mpa", "mpa_dw"])
+def test_frozen_inputs_factors_and_second_backward(name):
+    x, y = batch(9, 17, 20)
+    loss = make(name, 17, 20, 2, "fused")
+    value, grad_x, grad_w = value_and_gradients(loss, x, y)
+    x.requires_grad_()
+    again = loss(x, y)
+    inputs = (x, loss.proxies.weight)
+    for factor in (2.5, 1.0):
+        got = torch.autograd.grad(factor * again, inputs, retain_graph=True)
+        torch.testing.assert_close(got, (factor * grad_x, factor * grad_w))
+    (only_proxies,) = torch.autograd.grad(loss(x.detach(), y), loss.proxies.weight)
+    torch.testing.assert_close(only_proxies, grad_w)
+    loss.proxies.weight.requires_grad_(False)
+    (only_x,) = torch.autograd.grad(loss(x, y), x)
+    torch.testing.assert_close(only_x, grad_x)
+    with torch.no_grad():
+        torch.testing.assert_close(loss(x, y), value)
+
+
+@pytest.mark.parametrize("name", ["proxy_anchor", "arcface"])
+def test_double_backward_equals_dense(name):
+    x, y = batch(7, 12, 16)
+    penalties = []
+    for engine in ("dense", "fused"):
+        loss = make(name, 12, 16, 1, engine)
+        inputs = (x.clone().requires_grad_(), loss.proxies.weight)
+        gradients = torch.autograd.grad(loss(inputs[0], y), inputs, create_graph=True)
+        norm = sum(gradient.square().sum() for gradient in gradients)
+        penalties.append(torch.autograd.grad(norm, inputs))
+    torch.testing.assert_close(*penalties, rtol=1e-4, atol=1e-4)
+
+
+def test_changed_proxies_raise():
+    x, y = batch(7, 12, 16)
+    loss = make("proxy_anchor", 12, 16, 1, "fused")
+    value = loss(x.requires_grad_(), y)
+    with torch.no_grad():
+        loss.proxies.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def test_float64_and_many_proxies_per_class_raise():
+    x, y = batch(4, 3, 8)
+    with pytest.raises(ValueError, match="float32"):
+        make("proxy_anchor", 3, 8, 1, "fused").double()(x.double(), y)
+    with pytest.raises(ValueError, match="at most 128 proxies"):
+        make("mpa", 3, 8, 129, "fused")(x, y)
+
+
+def test_similarity_limit_removes_negatives():
+    x, y = batch(9, 30, 16)
+    weight = make("norm_softmax", 30, 16, 1, "dense").proxies.weight.detach()
+    unit = torch.nn.functional.normalize(x)
+    form, common = losses.LOSSES["norm_softmax"].form, (1.0, 20.0, 0.0)
+    limited = [
+        engine(base.Problem(unit, weight, y, form, *common, ignore_above=0.1)).negatives
+        for engine in (base.dense, fused_module.fused)
+    ]
+    torch.testing.assert_close(*limited, rtol=1e-5, atol=1e-5)
+    everything = base.dense(base.Problem(unit, weight, y, form, *common)).negatives
+    assert (limited[1] < everything).all()
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_fused_losses_do_not_synchronize(name):
+    loss = make(name, 5000, 64, 2, "fused")
+    loss.check_labels = False
+    x, y = batch(32, 5000, 64)
+    value_and_gradients(loss, x, y)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        value_and_gradients(loss, x, y)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["proxy_anchor", "soft_triple"])
+def test_fused_losses_run_in_cuda_graphs(name):
+    loss = make(name, 5000, 64, 2, "fused")
+    loss.check_labels = False
+    x, y = batch(32, 5000, 64)
+    expected = value_and_gradients(loss, x, y)
+    x.requires_grad_()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.autograd.grad(loss(x, y), (x, loss.proxies.weight))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value = loss(x, y)
+        got = torch.autograd.grad(value, (x, loss.proxies.weight))
+    graph.replay()
+    for one, other in zip((value, *got), expected, strict=True):
+        assert torch.equal(one.detach(), other)
+
+
+@needs_gpu
+def test_autocast_and_compile():
+    loss = make("mpa", 5000, 64, 2, "fused")
+    x, y = batch(32, 5000, 64)
+    expected = value_and_gradients(loss, x, y)
+    for ours, theirs in zip(
+        value_and_gradients(torch.compile(loss), x, y)[:2], expected, strict=False
+    ):
+        torch.testing.assert_close(ours, theirs)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        low = value_and_gradients(loss, x, y)
+    assert 1e-5 < distance(low[2], expected[2].double()) < 0.05
