@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proximetry.losses import base
 from proximetry.losses import streamed as streamed_module
 from proximetry.losses.base import DENSE_ENTRIES
 from tests.losses.cases import NAMES, batch, make, value_and_gradients
@@ -55,7 +56,7 @@ def test_auto_engine_streams_large_problems(monkeypatch, name, classes, k, engin
         raise RuntimeError(chosen)
 
     for one in ("dense", "streamed"):
-        monkeypatch.setattr(f"proximetry.losses.base.{one}", lambda problem, one=one: stop(one))
+        monkeypatch.setitem(base._ENGINES, one, lambda problem, one=one: stop(one))
     x, y = batch(size=64, dim=1)
     with pytest.raises(RuntimeError, match=expected):
         make(name, classes=classes, dim=1, k=k, engine=engine)(x, y)

@@ -1,4 +1,4 @@
-"""Proxy-based losses for metric learning: one formulation, two engines, torch modules.
+"""Proxy-based losses for metric learning: one formulation, several engines, torch modules.
 
     loss = ProxyAnchor(num_classes=100, dim=512)
     loss(embeddings, labels).backward()
@@ -13,6 +13,7 @@ from proximetry.losses.gathered_loss import Gathered, gathered
 from proximetry.losses.pairs import PAIR_LOSSES, PairLoss
 from proximetry.losses.proxies import Proxies, parameter_groups
 from proximetry.losses.proxy_anchor import MPA, MPAAP, MPADW, ProxyAnchor
+from proximetry.losses.proxy_optimizers import ProxyOptimizer, ProxySGD, RowwiseAdam
 from proximetry.losses.regularizers import (
     AngularCenterLoss,
     CenterLoss,
@@ -52,7 +53,10 @@ __all__ = [
     "ProxyLoss",
     "ProxyNCA",
     "ProxyNCAPlusPlus",
+    "ProxyOptimizer",
+    "ProxySGD",
     "QuantizationLoss",
+    "RowwiseAdam",
     "Setting",
     "SoftTriple",
     "SphereFace",

@@ -22,6 +22,7 @@ from proximetry.losses.dense import (
 )
 from proximetry.losses.form import LossForm, Parts, Precision, Problem
 from proximetry.losses.proxies import Init, Proxies
+from proximetry.losses.proxy_optimizers import ProxyOptimizer
 from proximetry.losses.settings import (
     LOSS_SETTINGS,
     ConfigurableModule,
@@ -97,6 +98,8 @@ class ProxyLoss(ConfigurableModule):
         """Create the proxies, K per class if the loss has ``proxies_per_class``."""
         shape = arguments["num_classes"], arguments["dim"], arguments.get("proxies_per_class", 1)
         self.proxies = Proxies(*shape, init=self.default_init)
+        #: Updates the proxies during backward in training mode, instead of giving them a gradient.
+        self.proxy_optimizer: ProxyOptimizer | None = None
 
     def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
         """Return the logit of each sample's class from its similarity S [B] and ‖x‖ [B].
@@ -156,9 +159,11 @@ class ProxyLoss(ConfigurableModule):
                 embeddings.to(proxies.dtype).masked_fill(ignored.unsqueeze(1), 0.0)
             )
             scale, offset = self.negative_logit(length)
+            optimizer = self.proxy_optimizer if self.training else None
             problem = Problem(
                 x, proxies, labels, self.form, self.gamma, scale, offset, has_weights=has_weights,
                 needs_distance=self.tau > 0.0, precision=precision,
+                update=None if optimizer is None else optimizer.update,
             )  # fmt: skip
             solve = _ENGINES[self.choose_engine(len(x))]
             reduce = self._reduce_by_class if self.form.by == "class" else self._reduce_by_sample
@@ -170,7 +175,8 @@ class ProxyLoss(ConfigurableModule):
         if self.engine != "auto":
             return self.engine
         weight = self.proxies.weight
-        if batch_size * weight.shape[0] * weight.shape[1] <= DENSE_ENTRIES:
+        is_small = batch_size * weight.shape[0] * weight.shape[1] <= DENSE_ENTRIES
+        if is_small and self.proxy_optimizer is None:
             return "dense"
         return "streamed"
 

@@ -68,6 +68,8 @@ def add_rows_(target: Tensor, rows: Tensor, values: Tensor) -> Tensor:
 
 def dense(problem: Problem) -> Parts:
     """Solve a problem with the complete [B, C] array of similarities."""
+    if problem.update is not None:
+        raise ValueError("the dense engine cannot update proxies. Use another engine.")
     s, _ = cosines(problem.x, problem.proxies)
     S = reduce_proxies(s, problem.form.similarity, problem.gamma)
     label_column = problem.labels.unsqueeze(1)
@@ -129,12 +131,17 @@ def log1p_sum_exp(total: Tensor, shift: Tensor) -> Tensor:
 
 def intra_class_distance(weight: Tensor) -> Tensor:
     """Return half the mean distance of two proxies of a class (Saeki et al. 2021, eq. 3)."""
-    classes, k, _ = weight.shape
-    if k == 1:
+    if weight.shape[1] == 1:
         return weight.new_zeros(())
     with torch.autocast(weight.device.type, enabled=False):
         total: Tensor = _PairDistances.apply(weight)  # type: ignore[no-untyped-call]
-        return total / (classes * k * (k - 1))
+        return total / distance_terms(weight)
+
+
+def distance_terms(weight: Tensor) -> int:
+    """Return the number of ordered pairs of proxies of a class, over all classes."""
+    classes, k, _ = weight.shape
+    return classes * k * (k - 1)
 
 
 class _PairDistances(torch.autograd.Function):
@@ -154,12 +161,16 @@ class _PairDistances(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (weight,) = ctx.saved_tensors
         with torch.autocast(weight.device.type, enabled=False):
-            cosine, distance, inverse, pairs = _pair_distances(weight)
-            near = pairs / distance
-            factors = (cosine * near).sum(2, keepdim=True) * (1 - pairs) - near
-            products = grad * factors * inverse.unsqueeze(1) * inverse.unsqueeze(2)
-            gradient: Tensor = products @ weight
-            return gradient
+            return pair_distance_gradient(weight, grad)
+
+
+def pair_distance_gradient(weight: Tensor, grad: Tensor) -> Tensor:
+    """Return ``grad`` times the gradient of the sum of the distances within each class."""
+    cosine, distance, inverse, pairs = _pair_distances(weight)
+    near = pairs / distance
+    factors = (cosine * near).sum(2, keepdim=True) * (1 - pairs) - near
+    products = grad * factors * inverse.unsqueeze(1) * inverse.unsqueeze(2)
+    return products @ weight
 
 
 def _pair_distances(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -12,6 +12,7 @@ The margin is two short methods of the loss itself (`ProxyLoss.positive_logit` a
 negatives.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -68,6 +69,9 @@ class Problem:
     """Whether the loss has an intra-class term."""
     ignore_above: float | None = None
     """Negatives with S(x, c) above this have logit -inf; the sum of similarities includes them."""
+    update: Callable[[slice, Tensor], None] | None = None
+    """Receives the classes and the gradient of each tile in backward, after which their proxies may
+    change. Then there is no gradient of all proxies."""
     precision: Precision = "float32"
     """Precision of the products in the fused engine."""
 

@@ -8,7 +8,6 @@ tiles, so that autograd handles any margin.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +19,10 @@ from proximetry.losses.dense import (
     add_rows_,
     cosines,
     dense,
+    distance_terms,
     intra_class_distance,
     log1p_sum_exp,
+    pair_distance_gradient,
     reduce_proxies,
     spread_gradient,
 )
@@ -45,10 +46,8 @@ def streamed(problem: Problem, tile: int | None = None) -> Parts:
     if not torch.is_grad_enabled():  # `needs_input_grad` ignores no_grad: detach
         inputs = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
     function = _ByClass if problem.form.by == "class" else _BySample
-    tiled = _Tiled(replace(problem, needs_distance=False), min(tile, classes))
-    distance = intra_class_distance(problem.proxies) if problem.needs_distance else None
-    positive, negatives, total = function.apply(tiled, *inputs)  # type: ignore[no-untyped-call]
-    return Parts(positive, negatives, total, distance)
+    tiled = _Tiled(problem, min(tile, classes))
+    return Parts(*function.apply(tiled, *inputs))  # type: ignore[no-untyped-call]
 
 
 class _Gradients(NamedTuple):
@@ -98,9 +97,11 @@ class _Tiled:
         return z, s, S, inverse
 
     def empty_gradients(self, needs: Sequence[bool]) -> _Gradients:
+        """Return arrays for the gradients; that of the proxies has one tile if they are updated."""
+        rows = len(self.proxies) if self.problem.update is None else self.tiles[0].stop
         return _Gradients(
             torch.zeros_like(self.x) if needs[0] else None,
-            torch.empty_like(self.proxies) if needs[1] else None,
+            torch.empty_like(self.proxies[:rows]) if needs[1] else None,
             self.x.new_zeros(len(self.x)) if needs[2] else None,
         )
 
@@ -116,7 +117,8 @@ class _Tiled:
     ) -> None:
         """Add the gradients of x, proxies and scale from ``g`` = ∂L/∂logit; overwrite g and s.
 
-        ``direct`` [B] is the gradient of the sum of a sample's similarities.
+        ``direct`` [B] is the gradient of the sum of a sample's similarities. With `Problem.update`
+        the gradient of the proxies replaces that of the last tile.
         """
         if gradients.scale is not None:
             gradients.scale.add_((g * S).sum(1))
@@ -131,30 +133,65 @@ class _Tiled:
         if gradients.x is not None:
             gradients.x.addmm_(g, w)
         if gradients.proxies is not None:
-            out = gradients.proxies[tile].view_as(w)
+            is_whole = self.problem.update is None
+            out = gradients.proxies[tile if is_whole else slice(tile.stop - tile.start)].view_as(w)
             torch.mul(w, radial, out=out)
             out.addmm_(g.T, self.x)
 
     def positive(self) -> Tensor:
         """Return each sample's similarity to its class [B]."""
-        return reduce_proxies(self._positives()[2], *self.reduction)
+        return reduce_proxies(self.positives()[2], *self.reduction)
 
-    def add_positive(self, gradients: _Gradients, grad: Tensor) -> None:
-        """Add the gradients of the similarities to each sample's class."""
-        w, inverse, s = self._positives()
-        S = reduce_proxies(s, *self.reduction)
-        g = spread_gradient(grad, s, S, *self.reduction) * inverse  # [K, B]
-        if gradients.x is not None:
-            gradients.x.add_(torch.einsum("kb,bkd->bd", g, w))
-        if gradients.proxies is not None:
-            pull = g.T.unsqueeze(2) * self.x.unsqueeze(1)
-            pull -= (g * s * inverse).T.unsqueeze(2) * w
-            add_rows_(gradients.proxies, self.labels, pull)
+    def distance(self) -> Tensor | None:
+        """Return the intra-class distance."""
+        return intra_class_distance(self.proxies) if self.problem.needs_distance else None
 
-    def _positives(self) -> tuple[Tensor, Tensor, Tensor]:
+    def positives(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the proxies of each sample's class, 1 / length and cosines [K, B]."""
         w = self.proxies[self.labels]  # [B, K, D]
         inverse = inverse_length(w)[0].T  # [K, B]
         return w, inverse, torch.einsum("bd,bkd->kb", self.x, w) * inverse
+
+
+class _Finish:
+    """Adds the gradients of the positives and of the intra-class distance, and updates proxies."""
+
+    def __init__(self, tiled: _Tiled, grad: Tensor, grad_distance: Tensor | None) -> None:
+        self.tiled, self.grad_distance = tiled, grad_distance
+        w, inverse, s = tiled.positives()
+        S = reduce_proxies(s, *tiled.reduction)
+        g = spread_gradient(grad, s, S, *tiled.reduction) * inverse  # [K, B]
+        self.x = torch.einsum("kb,bkd->bd", g, w)
+        self.pull = g.T.unsqueeze(2) * tiled.x.unsqueeze(1)  # [B, K, D]
+        self.pull -= (g * s * inverse).T.unsqueeze(2) * w
+
+    def tile(self, gradients: _Gradients, tile: slice) -> None:
+        """Complete the gradient of the proxies of a tile and update them, if there is an update."""
+        update = self.tiled.problem.update
+        if update is not None and gradients.proxies is not None:
+            gradient = gradients.proxies[: tile.stop - tile.start]
+            self._add(tile, gradient)
+            update(tile, gradient)
+
+    def complete(self, gradients: _Gradients) -> _Gradients:
+        """Return the complete gradients, without that of updated proxies."""
+        if gradients.x is not None:
+            gradients.x.add_(self.x)
+        if self.tiled.problem.update is not None:
+            return gradients._replace(proxies=None)
+        if gradients.proxies is not None:
+            self._add(slice(0, len(gradients.proxies)), gradients.proxies)
+        return gradients
+
+    def _add(self, tile: slice, gradient: Tensor) -> None:
+        proxies, k = self.tiled.proxies, gradient.shape[1]
+        column = self.tiled.labels - tile.start
+        inside = (column >= 0) & (column < len(gradient))
+        pull = self.pull * inside.view(-1, 1, 1)
+        add_rows_(gradient, column.clamp(0, len(gradient) - 1), pull)
+        if self.grad_distance is not None and k > 1:
+            grad = self.grad_distance / distance_terms(proxies)
+            gradient += pair_distance_gradient(proxies[tile], grad)
 
 
 def _save(ctx: Any, tiled: _Tiled, *tensors: Any) -> None:
@@ -181,37 +218,49 @@ class _ByClass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tiled: _Tiled, *inputs: Any) -> Any:
-        if tiled.class_weight is None:  # the gradients depend on those of the terms
-            value, ctx.gradients = tiled.x.new_empty(len(tiled.proxies)), None
-            _class_pass(tiled, [False] * 3, 0.0, value)
+        weight, ctx.gradients = tiled.class_weight, None
+        if weight is None:  # the gradients depend on those of the terms
+            value = tiled.x.new_empty(len(tiled.proxies))
+            _class_pass(tiled, [False] * 3, 0.0, terms=value)
+        elif tiled.problem.update is not None:  # the update needs the gradients of backward
+            value, _ = _class_pass(tiled, [False] * 3, weight)
         else:
-            value, ctx.gradients = _class_pass(tiled, ctx.needs_input_grad[1:], tiled.class_weight)
+            value, ctx.gradients = _class_pass(tiled, ctx.needs_input_grad[1:], weight)
         _save(ctx, tiled, *inputs)
-        return tiled.positive(), value, None
+        return tiled.positive(), value, None, tiled.distance()
 
     @staticmethod
-    def backward(ctx: Any, grad_positive: Tensor, grad_value: Tensor, _none: None) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        tiled: _Tiled = ctx.tiled
         if torch.is_grad_enabled():  # create_graph=True
-            return dense_gradients(ctx, ctx.tiled.problem, grad_positive, grad_value, None, None)
+            return dense_gradients(ctx, tiled.problem, *grads)
+        grad_positive, grad_value, _, grad_distance = grads
+        assert grad_positive is not None
+        assert grad_value is not None
         with torch.autocast(grad_value.device.type, enabled=False):
             _ = ctx.saved_tensors  # raises if an input has changed
+            finish = _Finish(tiled, grad_positive, grad_distance)
             # The gradients of forward are used once; a second backward recomputes them.
             gradients, ctx.gradients = ctx.gradients, None
-            weight, per_class = ctx.tiled.class_weight, ctx.tiled.class_weight is None
             if gradients is None:
-                needs = ctx.needs_input_grad[1:]
-                _, gradients = _class_pass(ctx.tiled, needs, grad_value if per_class else weight)
+                factor, weight = grad_value, tiled.class_weight
+                if weight is not None:
+                    factor = (grad_value * weight).expand(len(tiled.proxies))
+                _, gradients = _class_pass(tiled, ctx.needs_input_grad[1:], factor, finish)
             # On a GPU the comparison with 1 would synchronize.
-            if not per_class and (grad_value.device.type != "cpu" or grad_value.item() != 1.0):
+            elif grad_value.device.type != "cpu" or grad_value.item() != 1.0:
                 for gradient in gradients:
                     if gradient is not None:
                         gradient.mul_(grad_value)
-            ctx.tiled.add_positive(gradients, grad_positive)
-            return None, *gradients
+            return None, *finish.complete(gradients)
 
 
 def _class_pass(
-    tiled: _Tiled, needs: Sequence[bool], class_weight: float | Tensor, terms: Tensor | None = None
+    tiled: _Tiled,
+    needs: Sequence[bool],
+    class_weight: float | Tensor,
+    finish: "_Finish | None" = None,
+    terms: Tensor | None = None,
 ) -> tuple[Tensor, _Gradients]:
     """Return the weighted sum of the terms and its gradients; write the terms to ``terms`` [C]."""
     value = tiled.x.new_zeros(())
@@ -232,6 +281,8 @@ def _class_pass(
         if any(needs):
             g = e.mul_(weight / (total + torch.exp(-shift)))
             tiled.add_tile(gradients, tile, g, *parts)
+            if finish is not None:
+                finish.tile(gradients, tile)
     return value, gradients
 
 
@@ -260,24 +311,25 @@ class _BySample(torch.autograd.Function):
                 shift = peak
         lse = (shift + total.log()).squeeze(1)
         _save(ctx, tiled, *inputs, lse)
-        return tiled.positive(), lse, sum_similarity
+        return tiled.positive(), lse, sum_similarity, tiled.distance()
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_positive: Tensor, grad_lse: Tensor, grad_total: Tensor | None
-    ) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        tiled: _Tiled = ctx.tiled
         if torch.is_grad_enabled():  # create_graph=True
-            return dense_gradients(
-                ctx, ctx.tiled.problem, grad_positive, grad_lse, grad_total, None
-            )
+            return dense_gradients(ctx, tiled.problem, *grads)
+        grad_positive, grad_lse, grad_total, grad_distance = grads
+        assert grad_positive is not None
+        assert grad_lse is not None
         with torch.autocast(grad_lse.device.type, enabled=False):
             *_, lse = ctx.saved_tensors
             lse = lse.masked_fill(torch.isneginf(lse), 0.0).unsqueeze(1)
-            gradients = ctx.tiled.empty_gradients(ctx.needs_input_grad[1:])
+            finish = _Finish(tiled, grad_positive, grad_distance)
+            gradients = tiled.empty_gradients(ctx.needs_input_grad[1:])
             only_tile, ctx.only_tile = ctx.only_tile, None
-            for tile in ctx.tiled.tiles:
-                z, *parts = only_tile or ctx.tiled.logits(tile)
+            for tile in tiled.tiles:
+                z, s, S, inverse = only_tile or tiled.logits(tile)
                 g = z.sub_(lse).exp_().mul_(grad_lse.unsqueeze(1))
-                ctx.tiled.add_tile(gradients, tile, g, *parts, direct=grad_total)
-            ctx.tiled.add_positive(gradients, grad_positive)
-            return None, *gradients
+                tiled.add_tile(gradients, tile, g, s, S, inverse, direct=grad_total)
+                finish.tile(gradients, tile)
+            return None, *finish.complete(gradients)

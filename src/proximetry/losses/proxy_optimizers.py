@@ -1,0 +1,109 @@
+"""Optimizers that update the proxies during backward, so that their gradient is never stored.
+
+    loss = ProxyAnchor(10_000_000, 512)
+    loss.proxy_optimizer = RowwiseAdam(loss.proxies, lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)  # without the proxies
+
+The engine passes the gradient of a tile of classes to the optimizer as soon as it is complete. A
+step equals that of the same rule with the whole gradient. ``loss.proxies.weight.grad`` stays None:
+the gradient cannot be clipped or accumulated, and other terms of the proxies, such as an exclusive
+regularizer, need an ordinary optimizer.
+"""
+
+import torch
+from torch import Tensor
+
+from proximetry.losses.proxies import Proxies
+from proximetry.losses.settings import FullPrecision, non_negative, number, positive
+
+decay_rate = number("0 ≤ float < 1", 0.0, 1.0 - 2**-53, "at least 0 and below 1")
+
+
+class ProxyOptimizer(FullPrecision):
+    """Base of the optimizers; its buffers are the state, saved with the loss."""
+
+    def __init__(self, proxies: Proxies, lr: float, weight_decay: float) -> None:
+        super().__init__()
+        self.lr = positive("lr", lr)
+        self.weight_decay = non_negative("weight_decay", weight_decay)
+        self._proxies = [proxies]  # in a list: they are a module of the loss
+
+    @torch.no_grad()
+    def update(self, classes: slice, gradient: Tensor) -> None:
+        """Update the proxies of some classes, given their gradient, which is overwritten."""
+        raise NotImplementedError
+
+    def rows(self, classes: slice) -> Tensor:
+        """Return the proxies of some classes."""
+        return self._proxies[0].weight[classes]
+
+
+class ProxySGD(ProxyOptimizer):
+    """SGD with momentum and weight decay, like `torch.optim.SGD`.
+
+    ``m ← momentum · m + g + weight_decay · w; w ← w − lr · m``. The state is one number for each
+    number of the proxies, or none if ``momentum`` is 0.
+    """
+
+    def __init__(
+        self, proxies: Proxies, lr: float, *, momentum: float = 0.0, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(proxies, lr, weight_decay)
+        self.momentum = decay_rate("momentum", momentum)
+        self.mean: Tensor | None
+        mean = torch.zeros_like(proxies.weight.detach()) if momentum else None
+        self.register_buffer("mean", mean)
+
+    @torch.no_grad()
+    def update(self, classes: slice, gradient: Tensor) -> None:
+        """Update the proxies of some classes, given their gradient, which is overwritten."""
+        rows = self.rows(classes)
+        gradient.add_(rows, alpha=self.weight_decay)
+        if self.mean is not None:
+            gradient = self.mean[classes].mul_(self.momentum).add_(gradient)
+        rows.sub_(gradient, alpha=self.lr)
+
+
+class RowwiseAdam(ProxyOptimizer):
+    """Adam with one second moment for each proxy, and decoupled weight decay.
+
+    ``m ← β₁ m + (1 − β₁) g; v ← β₂ v + (1 − β₂) mean(g²); w ← w − lr · (m̂ / (√v̂ + ε) + λ w)``,
+    where the mean is over the dimensions of a proxy, λ is ``weight_decay``, and m̂ and v̂ are
+    corrected for the zero start as in Adam. With β₁ = 0 the state is one number for each proxy.
+    """
+
+    second: Tensor
+    step: Tensor
+
+    def __init__(
+        self,
+        proxies: Proxies,
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(proxies, lr, weight_decay)
+        self.betas = decay_rate("betas[0]", betas[0]), decay_rate("betas[1]", betas[1])
+        self.eps = positive("eps", eps)
+        weight = proxies.weight.detach()
+        self.first: Tensor | None
+        self.register_buffer("first", torch.zeros_like(weight) if betas[0] else None)
+        self.register_buffer("second", weight.new_zeros(*weight.shape[:2], 1))
+        self.register_buffer("step", torch.zeros((), dtype=torch.float64, device=weight.device))
+
+    @torch.no_grad()
+    def update(self, classes: slice, gradient: Tensor) -> None:
+        """Update the proxies of some classes, given their gradient, which is overwritten."""
+        if classes.start == 0:  # the first tile of a backward
+            self.step.add_(1)
+        rows, second = self.rows(classes), self.second[classes]
+        first_decay, second_decay = self.betas
+        second.lerp_(gradient.square().mean(2, keepdim=True), 1 - second_decay)
+        corrected = second / (1 - second_decay**self.step).to(second.dtype)
+        if self.first is not None:
+            first = self.first[classes].lerp_(gradient, 1 - first_decay)
+            torch.div(first, (1 - first_decay**self.step).to(first.dtype), out=gradient)
+        gradient.div_(corrected.sqrt_().add_(self.eps))
+        rows.mul_(1 - self.lr * self.weight_decay).sub_(gradient, alpha=self.lr)
