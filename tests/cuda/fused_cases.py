@@ -234,3 +234,19 @@ def test_autocast_and_compile():
     with torch.autocast("cuda", dtype=torch.bfloat16):
         low = value_and_gradients(loss, x, y)
     assert 1e-5 < distance(low[2], expected[2].double()) < 0.05
+
+
+@pytest.mark.parametrize("name", ["mpa", "soft_triple", "proxy_anchor"])
+def test_update_in_backward_equals_a_step_after_backward(name, monkeypatch):
+    monkeypatch.setattr(fused_module, "CHUNK_BYTES", 1)
+    x, y = batch(9, 150, 24)
+    loss = make(name, 150, 24, 2, "fused").train()
+    plain = make(name, 150, 24, 2, "dense").double().train()
+    loss.proxy_optimizer = losses.ProxySGD(loss.proxies, 0.1)
+    value, grad_x, none = value_and_gradients(loss, x, y)
+    expected, expected_x, gradient = value_and_gradients(plain, x, y)
+    assert none is None
+    assert distance(value, expected) <= 1e-5
+    assert distance(grad_x, expected_x) <= 1e-5
+    losses.ProxySGD(plain.proxies, 0.1).update(slice(0, 150), gradient)
+    assert distance(loss.proxies.weight, plain.proxies.weight) <= 1e-5

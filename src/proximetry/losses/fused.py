@@ -177,15 +177,11 @@ class _Fused:
         return lse, totals.sum(0)[: self.batch] if needs_total else None
 
     def class_pass(
-        self, needs: Sequence[bool], weight: float | Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the terms of the classes [C] and the gradients of x and proxies.
-
-        With a weight the terms are weighted, without they have no gradients.
-        """
-        needs_gradient = any(needs[:2])
+        self, weight: float | Tensor | None, gradients: "_Gradients | None" = None
+    ) -> Tensor:
+        """Return the terms of the classes [C], weighted if there is a weight; add the gradients."""
+        needs_gradient = gradients is not None
         terms = self.new(self.classes)
-        gradients = _Gradients(self, needs) if needs_gradient else None
         sums, shifts = self.new(self.blocks, self.capacity), self.x
         factors = self.new(self.capacity * self.k)
         weights = weight if isinstance(weight, Tensor) else self.x
@@ -209,26 +205,23 @@ class _Fused:
             )  # fmt: skip
             if gradients is not None:
                 gradients.add_chunk(first, count, factors)
-        if gradients is None:
-            return terms, None, None
-        return terms, gradients.x(), gradients.proxies
+        return terms
 
     def sample_pass(
-        self, needs: Sequence[bool], lse: Tensor, slopes: Tensor, total_slopes: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of x, proxies and scale."""
-        gradients = _Gradients(self, needs)
+        self, gradients: "_Gradients", lse: Tensor, slopes: Tensor, total_slopes: Tensor | None
+    ) -> Tensor | None:
+        """Add the gradients of x and proxies; return that of the scale, if there are scales."""
         tiles = self.capacity // self.tile
         scale_slopes, scale = self.new(tiles, self.padded_batch), None
         compute_entries = self._entries(gradients, TOTAL=total_slopes is not None)
         totals = self.x if total_slopes is None else total_slopes
         for first, count in self.chunks():
             compute_entries(first, count, self.x, self.x, lse, slopes, totals, scale_slopes)
-            if needs[2]:
+            if self.tiles["SCALES"]:
                 part = scale_slopes[: triton.cdiv(count, self.tile), : self.batch].sum(0)
                 scale = part if scale is None else scale + part
             gradients.add_chunk(first, count)
-        return gradients.x(), gradients.proxies, scale
+        return scale
 
     def _entries(self, gradients: "_Gradients | None", **flags: bool) -> Callable[..., None]:
         """Return a function that launches `kernels.entries` for a chunk."""
@@ -255,33 +248,40 @@ class _Fused:
         return run
 
     def add_positive_gradients(
-        self, grad: Tensor, x: Tensor | None, proxies: Tensor | None
+        self, grad: Tensor, x: Tensor | None, proxies: Tensor | None, first: int = 0
     ) -> None:
-        """Add the gradients of the similarities to each sample's class."""
+        """Add the gradients of the similarities to each sample's class, for classes from first."""
         size = max(16, min(256, triton.next_power_of_2(self.dim)))
+        weight = self.weight[first:]
         kernels.add_positive_gradients[self.batch, triton.cdiv(self.dim, size)](
-            self.x, self.weight, self.labels, self.cosines, self.slopes, grad.contiguous(),
-            self.x if x is None else x, self.weight if proxies is None else proxies,
-            self.batch, self.classes, self.dim, K=self.k, KP=max(16, self.kp), X=x is not None,
-            W=proxies is not None, BB=16, BD=size,
+            self.x, weight, self.labels - first, self.cosines, self.slopes, grad,
+            self.x if x is None else x, weight if proxies is None else proxies,
+            self.batch, len(weight if proxies is None else proxies), self.dim, K=self.k,
+            KP=max(16, self.kp), X=x is not None, W=proxies is not None, BB=16, BD=size,
         )  # fmt: skip
 
-    def add_distance_gradients(self, slope: Tensor, proxies: Tensor) -> None:
-        """Add the gradient of the intra-class distance."""
-        kernels.add_pair_gradients[self.classes,](
-            self.weight, proxies, slope, 1.0 / self.distance_pairs, self.classes, self.dim,
-            K=self.k, KP=self.kp, BC=1, BD=max(16, 1024 // self.kp),
+    def add_distance_gradients(self, slope: Tensor, proxies: Tensor, first: int = 0) -> None:
+        """Add the gradient of the intra-class distance to that of the proxies from first on."""
+        kernels.add_pair_gradients[len(proxies),](
+            self.weight[first:], proxies, slope, 1.0 / self.distance_pairs, len(proxies),
+            self.dim, K=self.k, KP=self.kp, BC=1, BD=max(16, 1024 // self.kp),
         )  # fmt: skip
 
 
 class _Gradients:
-    """The gradients of embeddings and proxies, summed over the chunks."""
+    """The gradients of embeddings and proxies, summed over the chunks.
+
+    With `Problem.update` the array of the proxies has one chunk, which is complete when it is
+    passed to the update.
+    """
 
     def __init__(self, fused: _Fused, needs: Sequence[bool]) -> None:
         self.fused, self.rows = fused, fused.capacity * fused.k
+        self.update = fused.problem.update if needs[1] else None
         self.g = fused.new(fused.parts, self.rows, fused.padded_batch, dtype=torch.bfloat16)
         self.radial = fused.new(fused.blocks, self.rows)
-        self.proxies = torch.empty_like(fused.weight) if needs[1] else None
+        classes = fused.classes if self.update is None else fused.capacity
+        self.proxies = fused.new(classes, fused.k, fused.dim) if needs[1] else None
         columns = 128 if fused.parts == 1 and fused.padded_dim % 128 == 0 else 64
         self.grid = fused.padded_batch // fused.block, fused.padded_dim // columns
         self.splits = min(
@@ -289,6 +289,7 @@ class _Gradients:
         )
         shape = self.splits, fused.padded_batch, fused.padded_dim
         self.partial = fused.x.new_zeros(shape) if needs[0] else None
+        self.pull = torch.zeros_like(fused.x) if needs[0] else None
         step = 64 if fused.parts == 1 else 32
         options = {"PARTS": fused.parts, "BN": columns, "num_warps": 8, "num_stages": 3}
         self.add_x = repeated(kernels.embedding_gradients, BM=fused.block, BK=step, **options)
@@ -296,6 +297,12 @@ class _Gradients:
             kernels.proxy_gradients, BM=_ROWS, BK=min(step, fused.block), **options,
             FACTORS=fused.problem.form.by == "class",
         )  # fmt: skip
+
+    def set_other_terms(self, grad_positive: Tensor, grad_distance: Tensor | None) -> None:
+        """Set the gradients of the positives and of the intra-class distance."""
+        self.grad_positive, self.grad_distance = grad_positive.contiguous(), grad_distance
+        if self.pull is not None:  # before the proxies change
+            self.fused.add_positive_gradients(self.grad_positive, self.pull, None)
 
     def add_chunk(self, first: int, count: int, factors: Tensor | None = None) -> None:
         """Add the gradients of a chunk, whose `g` and `radial` are complete."""
@@ -306,18 +313,42 @@ class _Gradients:
                 fused.padded_batch, fused.padded_dim, self.g.stride(0), fused.w.stride(0),
             )  # fmt: skip
         if self.proxies is not None:
+            start = first * fused.k if self.update is None else 0
             self.write_proxies(
                 (triton.cdiv(rows, _ROWS), self.grid[1]), self.g, fused.x_parts, fused.w,
                 fused.inverses, fused.inverses if factors is None else factors, self.radial,
-                self.proxies, rows, first * fused.k, fused.padded_batch, fused.dim,
-                fused.padded_dim, self.g.stride(0), *fused.strides, self.rows, fused.blocks,
+                self.proxies, rows, start, fused.padded_batch, fused.dim, fused.padded_dim,
+                self.g.stride(0), *fused.strides, self.rows, fused.blocks,
             )  # fmt: skip
+        if self.update is not None and self.proxies is not None:
+            self._add_other_terms(self.proxies[:count], first)
+            self.update(slice(first, first + count), self.proxies[:count])
 
-    def x(self) -> Tensor | None:
-        """Return the gradient of the embeddings [B, D]."""
-        if self.partial is None:
-            return None
-        return self.partial.sum(0)[: self.fused.batch, : self.fused.dim].contiguous()
+    def complete(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the complete gradients of embeddings and proxies."""
+        x = None
+        if self.partial is not None and self.pull is not None:
+            total = self.partial.sum(0)[: self.fused.batch, : self.fused.dim]
+            x = total + self.pull
+        if self.update is not None:
+            return x, None
+        if self.proxies is not None:
+            self._add_other_terms(self.proxies, 0)
+        return x, self.proxies
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply the gradients by a number on the device."""
+        if self.partial is not None:
+            self.partial.mul_(factor)
+        if self.proxies is not None:
+            n = self.proxies.numel()
+            grid = (min(triton.cdiv(n, 4096), 1056),)
+            kernels.multiply_unless_one[grid](self.proxies, factor, n, BLOCK=4096)
+
+    def _add_other_terms(self, proxies: Tensor, first: int) -> None:
+        self.fused.add_positive_gradients(self.grad_positive, None, proxies, first)
+        if self.fused.needs_distance and self.grad_distance is not None:
+            self.fused.add_distance_gradients(self.grad_distance, proxies, first)
 
 
 class _ByClass(torch.autograd.Function):
@@ -325,37 +356,38 @@ class _ByClass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, fused: _Fused, *inputs: Any) -> Any:
-        weight = fused.problem.class_weight
-        needs = [False] * 3 if weight is None else ctx.needs_input_grad[1:]
-        terms, *ctx.gradients = fused.class_pass(needs, weight)
-        ctx.fused, ctx.is_first = fused, True
+        weight, ctx.gradients, needs = fused.problem.class_weight, None, ctx.needs_input_grad[1:]
+        # Terms without a weight, and updates, need the gradients of backward.
+        if weight is not None and fused.problem.update is None and any(needs):
+            ctx.gradients = _Gradients(fused, needs)
+        terms = fused.class_pass(weight, ctx.gradients)
+        ctx.fused = fused
         ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
-        value = terms if weight is None else terms.sum()
-        return fused.positive, value, None, fused.distance()
+        return fused.positive, terms if weight is None else terms.sum(), None, fused.distance()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        fused = ctx.fused
+        fused: _Fused = ctx.fused
         if torch.is_grad_enabled():  # create_graph=True
             return dense_gradients(ctx, fused.problem, *grads)
         _ = ctx.saved_tensors  # raises if an input has changed
         grad_positive, grad_value, _none, grad_distance = grads
         assert grad_positive is not None
         assert grad_value is not None
-        weight, needs = fused.problem.class_weight, ctx.needs_input_grad[1:]
         # The gradients of forward are used once; a second backward recomputes them.
-        (x, proxies), ctx.gradients = ctx.gradients, (None, None)
+        gradients, ctx.gradients = ctx.gradients, None
         with torch.cuda.device_of(fused.x):  # type: ignore[no-untyped-call]
-            if weight is None or not ctx.is_first:
-                _, x, proxies = fused.class_pass(needs, grad_value if weight is None else weight)
-            ctx.is_first = False
-            if weight is not None:
-                x = x if x is None else x.mul_(grad_value)
-                if proxies is not None:
-                    n = proxies.numel()
-                    grid = (min(triton.cdiv(n, 4096), 1056),)
-                    kernels.multiply_unless_one[grid](proxies, grad_value, n, BLOCK=4096)
-            return _finish(fused, (x, proxies, None), grad_positive, grad_distance)
+            if gradients is not None:
+                gradients.multiply(grad_value)
+                gradients.set_other_terms(grad_positive, grad_distance)
+            else:
+                gradients = _Gradients(fused, ctx.needs_input_grad[1:])
+                gradients.set_other_terms(grad_positive, grad_distance)
+                factor, weight = grad_value, fused.problem.class_weight
+                if weight is not None:
+                    factor = (grad_value * weight).expand(fused.classes)
+                fused.class_pass(factor.contiguous(), gradients)
+            return None, *gradients.complete(), None
 
 
 class _BySample(torch.autograd.Function):
@@ -370,7 +402,7 @@ class _BySample(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        fused = ctx.fused
+        fused: _Fused = ctx.fused
         if torch.is_grad_enabled():  # create_graph=True
             return dense_gradients(ctx, fused.problem, *grads)
         *_, lse = ctx.saved_tensors
@@ -379,21 +411,8 @@ class _BySample(torch.autograd.Function):
         assert grad_lse is not None
         totals = None if grad_total is None else grad_total.contiguous()
         with torch.cuda.device_of(fused.x):  # type: ignore[no-untyped-call]
-            gradients = fused.sample_pass(
-                ctx.needs_input_grad[1:], lse, grad_lse.contiguous(), totals
-            )
-            return _finish(fused, gradients, grad_positive, grad_distance)
-
-
-def _finish(
-    fused: _Fused,
-    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
-    grad_positive: Tensor,
-    grad_distance: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Add the gradients of the positives and the intra-class distance; return all gradients."""
-    x, proxies, scale = gradients
-    fused.add_positive_gradients(grad_positive, x, proxies)
-    if fused.needs_distance and grad_distance is not None and proxies is not None:
-        fused.add_distance_gradients(grad_distance, proxies)
-    return None, x, proxies, scale
+            gradients = _Gradients(fused, ctx.needs_input_grad[1:])
+            gradients.set_other_terms(grad_positive, grad_distance)
+            scale = fused.sample_pass(gradients, lse, grad_lse.contiguous(), totals)
+            x, proxies = gradients.complete()
+            return None, x, proxies, scale if ctx.needs_input_grad[3] else None
