@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal, get_args
 
@@ -17,19 +18,24 @@ from proximetry.losses.dense import (
     cosines,
     dense,
     join_by_sample,
+    present_classes,
     pull_by_class,
     reduce_proxies,
     weighted_mean,
 )
 from proximetry.losses.form import LossForm, Parts, Precision, Problem
 from proximetry.losses.proxies import Init, Proxies
+from proximetry.losses.sampling import sampled
 from proximetry.losses.settings import (
     LOSS_SETTINGS,
     ConfigurableModule,
     check_settings,
     count,
     one_of,
+    optional,
     setting,
+    share,
+    similarity,
 )
 from proximetry.losses.streamed import streamed
 
@@ -73,6 +79,19 @@ class ProxyLoss(ConfigurableModule):
         "precision of the products in the fused engine; auto follows torch's settings for matrix "
         "products and autocast",
         default="auto",
+        kw_only=True,
+    )
+    sampled_negatives: float = setting(
+        share,
+        "share of the classes used in a training step: those of the batch and random others "
+        "(Partial FC)",
+        default=1.0,
+        kw_only=True,
+    )
+    ignore_above: float | None = setting(
+        optional(similarity),
+        "ignore negatives whose similarity S is above this: they may be of the sample's class",
+        default=None,
         kw_only=True,
     )
 
@@ -161,9 +180,11 @@ class ProxyLoss(ConfigurableModule):
             scale, offset = self.negative_logit(length)
             problem = Problem(
                 x, proxies, labels, self.form, self.gamma, scale, offset, has_weights=has_weights,
-                needs_distance=self.tau > 0.0, precision=precision,
+                needs_distance=self.tau > 0.0, ignore_above=self.ignore_above, precision=precision,
             )  # fmt: skip
             solve = _ENGINES[self.choose_engine(len(x))]
+            if self.training and self.sampled_negatives < 1.0:
+                solve = partial(sampled, solve, share=self.sampled_negatives, weights=weights)
             reduce = self._reduce_by_class if self.form.by == "class" else self._reduce_by_sample
             loss, factor, distance = reduce(solve, problem, length, weights, reduction)
             return loss if distance is None else loss + self.tau * distance * factor
@@ -212,8 +233,7 @@ class ProxyLoss(ConfigurableModule):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Reduce a class-wise loss; see `_reduce_by_sample`."""
         x, labels, classes = problem.x, problem.labels, len(problem.proxies)
-        counts = (weights > 0).to(x.dtype)
-        present = x.new_zeros(classes).scatter_reduce(0, labels, counts, "amax")
+        present = present_classes(labels, weights, classes)
         class_weight = self.negative_weight(present)
         # The exponential of an ignored sample is 0. With -inf the gradient of a sum over ignored
         # samples only would be NaN.
