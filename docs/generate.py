@@ -59,9 +59,9 @@ def value(default: Any) -> str:
 
 
 def arguments(cls: type[ProxyLoss]) -> list[inspect.Parameter]:
-    """Return the arguments of a loss in the order of its constructor, ``engine`` last."""
+    """Return the arguments of a loss in the order of its constructor, those of all losses last."""
     actual = list(inspect.signature(cls).parameters.values())
-    return sorted(actual, key=lambda parameter: parameter.name == "engine")
+    return sorted(actual, key=lambda parameter: parameter.name in ProxyLoss.settings())
 
 
 def signature(name: str) -> str:

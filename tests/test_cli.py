@@ -108,6 +108,10 @@ def config(call, *words):
             ["--loss", "arcface", "--loss.settings.margin", "0.3"],
             {"loss": {"name": "arcface", "settings": {"margin": 0.3}}},
         ),
+        (
+            ["--loss.settings.sampled_negatives", "0.1", "--loss.settings.ignore_above=0.4"],
+            {"loss.settings": {"sampled_negatives": 0.1, "ignore_above": 0.4}},
+        ),
         (["--optimizer=sgd", "--optimizer.lr", "0.1"], {"optimizer": {"name": "sgd", "lr": 0.1}}),
         (["--optimizer.clip-value", "null"], {"optimizer.clip_value": None}),
         (["--training.wandb=null", "--data.cache-dir", "12"], {"data.cache_dir": "12"}),
@@ -144,6 +148,7 @@ def test_list_option_never_takes_a_path(call, words, message):
         ("train IMAGES FULL", ["full", "Choose another folder"]),
         ("train IMAGES --recipe nonsense", ["'nonsense'", "`proximetry recipes`"]),
         ("train IMAGES --loss nonsense", ["'nonsense'", "proxy_anchor"]),
+        ("train IMAGES --loss.settings.sampled_negatives 2", ["sampled_negatives", "at most 1"]),
         ("train IMAGES --lr 1", ["--lr", "Did you mean --optimizer.lr?"]),
         ("train glyphs out --batch_size 8", ["--data.batch-size or --evaluation"]),
         ("train glyphs out more", ["more. See proximetry train --help"]),

@@ -145,7 +145,10 @@ def test_custom_loss_is_declared_registered_and_subclassed(monkeypatch):
         scale: float = setting(positive, "scale", default=8.0)
 
     assert known == {**losses.LOSSES, "plain": Plain}
-    assert list(Sharper.settings()) == ["proxies_per_class", "scale", "extra", "engine"]
+    assert list(Sharper.settings()) == [
+        *("proxies_per_class", "scale", "extra"),
+        *losses.ProxyLoss.settings(),
+    ]
     assert Plain(2, 3).scale == 4.0
     assert Sharper(2, 3, 1).scale == 8.0
     assert Sharper(2, 3, 1).proxies.weight.shape == (2, 1, 3)

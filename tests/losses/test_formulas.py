@@ -89,7 +89,7 @@ def similarity_gradient(loss, S, y, engine):
     S = S.clone().requires_grad_()
     eye = torch.eye(S.shape[1], dtype=S.dtype).unsqueeze(1)
     ones = S.new_ones(S.shape[0])
-    own, negatives, _ = ENGINES[engine](problem(loss, S, eye, y, ones))
+    own, negatives, *_ = ENGINES[engine](problem(loss, S, eye, y, ones))
     positive = loss.positive_logit(own, ones)
     if loss.form.by == "class":
         pull = pull_by_class(positive, y, S.shape[1]).sum() / len(y.unique())

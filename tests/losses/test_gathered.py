@@ -80,6 +80,12 @@ for name in MAKE:
         differences = [abs(a - b) / (1 + abs(b)) for a, b in zip(values, expected)]
         differences += [(a - b).abs().max().item() for a, b in zip(got, parameters)]
         worst[f"{name} {wrapped}"] = max(differences)
+MAKE["sampled"] = lambda: losses.ProxyAnchor(40, 4, sampled_negatives=0.5)
+_, parameters = train("sampled", False, False)
+mine = torch.cat([p.flatten() for p in parameters])
+both = [torch.empty_like(mine) for _ in range(2)]
+dist.all_gather(both, mine)
+worst["sampled"] = (both[0] - both[1]).abs().max().item()
 loss = gathered(losses.ProxyAnchor(5, 4))
 errors = {}
 for name, labels, weights in (
@@ -106,7 +112,7 @@ def test_two_ranks_with_uneven_shares_train_as_one_process(server, tmp_path):
         assert "position 12" in errors["range"]
         assert ("rank 1", "shape [12]")[rank] in errors["length"]
         assert "ranks [1]" in errors["weights"]
-        assert len(worst) == 14
+        assert len(worst) == 15
         for name, difference in worst.items():
             assert difference < 2e-5, name
 

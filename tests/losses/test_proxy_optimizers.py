@@ -117,6 +117,13 @@ def test_dense_engine_raises():
         loss(*batch())
 
 
+def test_sampled_negatives_raise():
+    loss = make("proxy_anchor", 40, sampled_negatives=0.5)
+    loss.proxy_optimizer = ProxySGD(loss.proxies, 0.1)
+    with pytest.raises(ValueError, match="sampled_negatives"):
+        loss(*batch(dtype=torch.float32))
+
+
 @pytest.mark.parametrize(
     ("rule", "settings", "name"),
     [

@@ -502,6 +502,7 @@ def test_moving_average_equals_float64_mean(recipe, tmp_path):
         {"model": {"dim": 12, "pca_dim": 5, "whitening": 0.5}},
         {"model": {"backbone": "test_resnet", "drop_path": 0.5}, "training": {"epochs": 1}},
         {"evaluation": {"protocol": "last"}},
+        {"loss": {"settings": {"sampled_negatives": 0.6}}, "data": {"batch_size": 3}},
     ],
     ids=str,
 )

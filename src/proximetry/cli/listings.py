@@ -18,9 +18,10 @@ def losses(name: str | None = None, *, as_json: AsJson = False) -> None:
     Args:
         name: the loss to show.
     """
-    from proximetry.losses import LOSSES, PAIR_LOSSES, loss_settings
+    from proximetry.losses import LOSSES, PAIR_LOSSES, ProxyLoss, loss_settings
     from proximetry.losses.pairs import USE
 
+    shared = ProxyLoss.settings()
     pairs = {f"pairs/{pair}": make for pair, make in PAIR_LOSSES.items()}
     document: dict[str, Any] = {}
     for key in [*LOSSES, *pairs] if name is None else [name]:
@@ -40,7 +41,7 @@ def losses(name: str | None = None, *, as_json: AsJson = False) -> None:
     if name is None:
         entries = {}
         for key, loss in document.items():
-            values = {k: s["default"] for k, s in loss["settings"].items() if k != "engine"}
+            values = {k: s["default"] for k, s in loss["settings"].items() if k not in shared}
             defaults = ", ".join(f"{k} {_format_default(v)}" for k, v in values.items())
             entries[key] = [loss["about"], defaults]
         print_result(as_json, document, columns(entries))

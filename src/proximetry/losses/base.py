@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -16,6 +17,7 @@ from proximetry.losses.dense import (
     cosines,
     dense,
     join_by_sample,
+    present_classes,
     pull_by_class,
     reduce_proxies,
     weighted_mean,
@@ -23,13 +25,17 @@ from proximetry.losses.dense import (
 from proximetry.losses.form import LossForm, Parts, Precision, Problem
 from proximetry.losses.proxies import Init, Proxies
 from proximetry.losses.proxy_optimizers import ProxyOptimizer
+from proximetry.losses.sampling import sampled
 from proximetry.losses.settings import (
     LOSS_SETTINGS,
     ConfigurableModule,
     check_settings,
     count,
     one_of,
+    optional,
     setting,
+    share,
+    similarity,
 )
 from proximetry.losses.streamed import streamed
 
@@ -66,11 +72,24 @@ class ProxyLoss(ConfigurableModule):
         default="auto",
         kw_only=True,
     )
-    precision: Literal["auto", Precision] = setting(
-        one_of("auto", *get_args(Precision)),
+    precision: Precision = setting(
+        one_of(*get_args(Precision)),
         "precision of the products in the fused engine; auto follows torch's settings for matrix "
         "products and autocast",
         default="auto",
+        kw_only=True,
+    )
+    sampled_negatives: float = setting(
+        share,
+        "share of the classes used in a training step: those of the batch and random others "
+        "(Partial FC)",
+        default=1.0,
+        kw_only=True,
+    )
+    ignore_above: float | None = setting(
+        optional(similarity),
+        "ignore negatives whose similarity S is above this: they may be of the sample's class",
+        default=None,
         kw_only=True,
     )
 
@@ -145,8 +164,8 @@ class ProxyLoss(ConfigurableModule):
         if weights is not None:
             weights = weights_tensor(embeddings, weights, self.check_labels)
         precision = self.precision
-        if precision == "auto":
-            precision = product_precision(embeddings.device)
+        if precision == "auto" and torch.is_autocast_enabled(embeddings.device.type):
+            precision = "bf16"
         with torch.autocast(embeddings.device.type, enabled=False):
             proxies = self.proxies.weight
             if weights is None:
@@ -162,10 +181,12 @@ class ProxyLoss(ConfigurableModule):
             optimizer = self.proxy_optimizer if self.training else None
             problem = Problem(
                 x, proxies, labels, self.form, self.gamma, scale, offset, has_weights=has_weights,
-                needs_distance=self.tau > 0.0, precision=precision,
+                needs_distance=self.tau > 0.0, ignore_above=self.ignore_above, precision=precision,
                 update=None if optimizer is None else optimizer.update,
             )  # fmt: skip
             solve = _ENGINES[self.choose_engine(len(x))]
+            if self.training and self.sampled_negatives < 1.0:
+                solve = partial(sampled, solve, share=self.sampled_negatives, weights=weights)
             reduce = self._reduce_by_class if self.form.by == "class" else self._reduce_by_sample
             loss, factor, distance = reduce(solve, problem, length, weights, reduction)
             return loss if distance is None else loss + self.tau * distance * factor
@@ -214,8 +235,7 @@ class ProxyLoss(ConfigurableModule):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Reduce a class-wise loss; see `_reduce_by_sample`."""
         x, labels, classes = problem.x, problem.labels, len(problem.proxies)
-        counts = (weights > 0).to(x.dtype)
-        present = x.new_zeros(classes).scatter_reduce(0, labels, counts, "amax")
+        present = present_classes(labels, weights, classes)
         class_weight = self.negative_weight(present)
         # The exponential of an ignored sample is 0. With -inf the gradient of a sum over ignored
         # samples only would be NaN.
@@ -254,14 +274,6 @@ _ENGINES: dict[str, Callable[[Problem], Parts]] = {
     "streamed": streamed,
     "fused": _fused,
 }
-
-
-def product_precision(device: torch.device) -> Precision:
-    """Return the precision of torch's products of float32 matrices on a device."""
-    if torch.is_autocast_enabled(device.type):
-        return "bf16"
-    settings: dict[str, Precision] = {"highest": "float32", "high": "tf32", "medium": "bf16"}
-    return settings[torch.get_float32_matmul_precision()]
 
 
 def create(name: str, num_classes: int, dim: int, **settings: Any) -> ProxyLoss:

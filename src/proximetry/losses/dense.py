@@ -113,6 +113,12 @@ def pull_by_class(logit: Tensor, labels: Tensor, num_classes: int) -> Tensor:
     return log1p_sum_exp(total, shift)
 
 
+def present_classes(labels: Tensor, weights: Tensor, num_classes: int) -> Tensor:
+    """Return 1 for classes with a sample of weight > 0, and 0 for the others [C]."""
+    counts = (weights > 0).to(weights.dtype)
+    return weights.new_zeros(num_classes).scatter_reduce(0, labels, counts, "amax")
+
+
 def weighted_mean(terms: Tensor, weights: Tensor) -> Tensor:
     """Return Σ w·t / Σ w, or 0 if all w are 0; bit-equal to the mean if all w are 1."""
     total = weights.sum()
@@ -129,12 +135,16 @@ def log1p_sum_exp(total: Tensor, shift: Tensor) -> Tensor:
     return shift + torch.log1p(total + torch.expm1(-shift))
 
 
-def intra_class_distance(weight: Tensor) -> Tensor:
-    """Return half the mean distance of two proxies of a class (Saeki et al. 2021, eq. 3)."""
+def intra_class_distance(weight: Tensor, factors: Tensor | None = None) -> Tensor:
+    """Return half the mean distance of two proxies of a class (Saeki et al. 2021, eq. 3).
+
+    With ``factors`` [C], the distances of a class are multiplied by its factor.
+    """
     if weight.shape[1] == 1:
         return weight.new_zeros(())
     with torch.autocast(weight.device.type, enabled=False):
-        total: Tensor = _PairDistances.apply(weight)  # type: ignore[no-untyped-call]
+        factor = 1.0 if factors is None else factors.view(-1, 1, 1)
+        total: Tensor = _PairDistances.apply(weight, factor)  # type: ignore[no-untyped-call]
         return total / distance_terms(weight)
 
 
@@ -145,23 +155,24 @@ def distance_terms(weight: Tensor) -> int:
 
 
 class _PairDistances(torch.autograd.Function):
-    """Σ over classes and pairs t < s of √(2 + 1e-5 − 2 cos(w_t, w_s)).
+    """Σ over classes and pairs t < s of √(2 + 1e-5 − 2 cos(w_t, w_s)), times the class's factor.
 
     The Gram matrices [C, K, K] of the proxies give the distances, and one product with the proxies
     the gradient: Σ_s (ŵ_t cos_ts − ŵ_s) / (distance_ts ‖w_t‖).
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, factor: float | Tensor) -> Tensor:
         ctx.save_for_backward(weight)
+        ctx.factor = factor
         _, distance, _, pairs = _pair_distances(weight)
-        return (distance * pairs).sum() / 2
+        return (distance * (pairs * factor)).sum() / 2
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         (weight,) = ctx.saved_tensors
         with torch.autocast(weight.device.type, enabled=False):
-            return pair_distance_gradient(weight, grad)
+            return pair_distance_gradient(weight, grad * ctx.factor), None
 
 
 def pair_distance_gradient(weight: Tensor, grad: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from proximetry.losses.settings import one_of
 Aggregation = Literal["single", "soft", "max", "mean"]
 By = Literal["class", "sample"]
 Join = Literal["separate", "joint", "softmax", "nca"]
-Precision = Literal["float32", "tf32", "bf16"]
+Precision = Literal["auto", "float32", "tf32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Problem:
     update: Callable[[slice, Tensor], None] | None = None
     """Receives the classes and the gradient of each tile in backward, after which their proxies may
     change. Then there is no gradient of all proxies."""
-    precision: Precision = "float32"
-    """Precision of the products in the fused engine."""
+    precision: Precision = "auto"
+    """Precision of the products in the fused engine; "auto" follows torch's setting."""
 
 
 class Parts(NamedTuple):

@@ -21,8 +21,8 @@ from proximetry.losses.streamed import SAFE_EXPONENT, dense_gradients
 
 #: Memory of a chunk: its normalized proxies, and the gradients of its cosines.
 CHUNK_BYTES = 40 * 2**20
-#: bf16 numbers for each float32 number.
-PARTS = {"bf16": 1, "tf32": 2, "float32": 3}
+#: bf16 numbers for each float32 number, by precision or torch's setting for products.
+PARTS = {"bf16": 1, "tf32": 2, "float32": 3} | {"medium": 1, "high": 2, "highest": 3}
 #: Dimensions per step of a product.
 _DIMS = 64
 #: Rows of a tile, and the largest number of proxies per class.
@@ -72,7 +72,10 @@ class _Fused:
         self.x, self.weight = problem.x.contiguous(), problem.proxies.contiguous()
         self.batch, self.dim = self.x.shape
         self.classes, self.k, _ = self.weight.shape
-        self.parts = PARTS[problem.precision]
+        precision = problem.precision
+        self.parts = PARTS[
+            torch.get_float32_matmul_precision() if precision == "auto" else precision
+        ]
         self.kp = triton.next_power_of_2(self.k)
         # Larger tiles do not fit into the registers.
         self.block = min(triton.next_power_of_2(max(self.batch, 16)), 128 if self.k == 1 else 64)

@@ -23,7 +23,8 @@ class Gathered(nn.Module):
     Every process computes the loss of the whole batch. DDP averages the gradients of the network,
     so gradients of the embeddings are multiplied by the number of processes. Gradients of the
     loss's parameters are equal on all processes: do not sum them. The first process broadcasts the
-    parameters and buffers of the loss before the first batch.
+    parameters and buffers of the loss before the first batch, and a seed for each batch: a loss
+    that draws random numbers draws the same on all processes.
     """
 
     def __init__(self, loss: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -52,9 +53,10 @@ class Gathered(nn.Module):
                 weights = weights_tensor(embeddings, weights)
         except ValueError as error:
             invalid = error
+        seed = None
         is_distributed = dist.is_available() and dist.is_initialized()
         if is_distributed and dist.get_world_size(self.group) > 1:
-            self._raise_on_all_ranks(invalid, weights is not None)
+            seed = self._raise_on_all_ranks(invalid, weights is not None)
             self._share_state()
             embeddings = gather_with_gradient(embeddings, self.group)
             labels, _ = gather_rows(labels, self.group)
@@ -64,12 +66,20 @@ class Gathered(nn.Module):
             raise invalid
         if weights is not None:
             kwargs["weights"] = weights
-        return self.loss(embeddings, labels, **kwargs)  # type: ignore[no-any-return]
+        if seed is None:
+            return self.loss(embeddings, labels, **kwargs)  # type: ignore[no-any-return]
+        with torch.random.fork_rng([embeddings.device] if embeddings.is_cuda else []):
+            torch.manual_seed(seed)
+            return self.loss(embeddings, labels, **kwargs)  # type: ignore[no-any-return]
 
-    def _raise_on_all_ranks(self, invalid: ValueError | None, weighted: bool) -> None:
-        """Raise if the arguments of any process are invalid: the others would wait for it."""
-        state = torch.tensor([-1 if invalid else int(weighted)])
-        states = gather_rows(state, self.group)[0].tolist()
+    def _raise_on_all_ranks(self, invalid: ValueError | None, weighted: bool) -> int:
+        """Return a seed for all processes.
+
+        Raise if the arguments of any process are invalid: the others would wait for it.
+        """
+        state = [-1 if invalid else int(weighted), int(torch.randint(2**31, ()))]
+        gathered_states = gather_rows(torch.tensor([state]), self.group)[0]
+        states, seed = gathered_states[:, 0].tolist(), int(gathered_states[0, 1])
         if invalid is not None:
             raise invalid
         if -1 in states:
@@ -77,6 +87,7 @@ class Gathered(nn.Module):
         if len(set(states)) > 1:
             ranks = [rank for rank, weights in enumerate(states) if weights]
             raise ValueError(f"weights on ranks {ranks} only. Pass weights on all ranks or none.")
+        return seed
 
     @torch.no_grad()
     def _share_state(self) -> None:
