@@ -1,10 +1,15 @@
 """Compare losses with pytorch-metric-learning: time and memory of forward + backward.
 
-python -m benchmarks.losses [--repeats 9] [--only proxy_anchor]
+python -m benchmarks.losses [--repeats 9] [--only proxy_anchor] [--busy]
+
+With `--busy` two other processes keep two cores busy meanwhile.
 """
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -100,17 +105,32 @@ def measure(case: Case, repeats: int | None) -> str:
     )
 
 
+@contextmanager
+def busy_cores(count: int) -> Iterator[None]:
+    """Keep this number of cores busy in other processes."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, help="runs behind each median")
     parser.add_argument("--only", choices=("proxy_anchor", "soft_triple", "regularface"))
+    parser.add_argument("--busy", action="store_true", help="keep two cores busy meanwhile")
     arguments = parser.parse_args()
     print(f"batch {BATCH}, dim {DIM}, forward + backward; {versions()}")
     print("memory is beyond the parameters and their gradient; peer: pytorch-metric-learning\n")
     print("| | proximetry | peer | speed | memory | memory of the peer | ratio |")
     print("|---|---|---|---|---|---|---|")
-    for case in cases(arguments.only):
-        print(measure(case, arguments.repeats), flush=True)
+    with busy_cores(2 * arguments.busy):
+        for case in cases(arguments.only):
+            print(measure(case, arguments.repeats), flush=True)
 
 
 if __name__ == "__main__":

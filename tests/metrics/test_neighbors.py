@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proximetry._util.tensors import inner_products
 from proximetry.metrics import Metrics, evaluate, retrieve
 from proximetry.metrics._search import neighbors, symmetric
 from proximetry.metrics._search.neighbors import nearest, search_blocks
@@ -55,6 +56,27 @@ def test_nearest_breaks_ties_by_index(rows, width, depth, levels, seed, dtype):
         assert near == [row[j] for j in order]
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "dim"), [(0, 3, 4), (1, 1, 1), (7, 130, 33), (65, 3, 512)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@torch.no_grad()
+def test_inner_products_equal_matmul(rows, columns, dim, dtype):
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(rows, dim, generator=generator, dtype=dtype)
+    right = torch.randn(dim, columns, generator=generator, dtype=dtype).T
+    actual = inner_products(left, right)
+    assert actual.dtype == dtype
+    assert actual.is_contiguous()
+    torch.testing.assert_close(actual.double(), left.double() @ right.double().T, rtol=0, atol=1e-4)
+
+
+def test_inner_products_have_gradients():
+    left = torch.randn(3, 4, requires_grad=True)
+    inner_products(left, torch.ones(2, 4)).sum().backward()
+    assert torch.equal(left.grad, torch.full((3, 4), 2.0))
+
+
 def self_task(vectors, codes, similarity):
     everyone, classes = torch.arange(len(vectors)), codes.unique().numpy()
     return SearchProblem(vectors, vectors, codes, codes, classes, similarity, self_index=everyone)
@@ -64,15 +86,14 @@ def self_task(vectors, codes, similarity):
 def small_tiles(monkeypatch):
     """Tiles small enough that a few hundred items fill many."""
     monkeypatch.setattr(symmetric, "TILE", 64)
-    monkeypatch.setattr(symmetric, "ROW_GROUP", 8)
-    monkeypatch.setattr(symmetric, "COLUMN_GROUP", 4)
+    monkeypatch.setattr(symmetric, "GROUP", 8)
     monkeypatch.setitem(neighbors.BLOCK_BYTES, "cpu", 20_000)
 
 
 def both_ways(problem, depth):
     assert can_search_symmetric(problem, depth)
     count = len(problem.gallery)
-    one = search_symmetric(problem, depth, with_ranks=True)
+    one = search_symmetric(problem, torch.full((count,), depth), with_ranks=True)
     ids = torch.empty((count, depth), dtype=torch.int64)
     near = torch.empty((count, depth))
     ranks = torch.empty(count, dtype=torch.int64)
@@ -101,6 +122,22 @@ def test_symmetric_search_equals_blocks_with_ties(similarity, levels, count, cla
         codes = torch.arange(count) % 30
     for depth in (1, 7, 16):
         both_ways(self_task(vectors, codes, similarity), depth)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_symmetric_search_ends_each_list_at_its_depth():
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randint(-2, 3, (357, 12), generator=generator).float()
+    problem = self_task(vectors, torch.arange(357) % 30, "dot")
+    depths = torch.randint(1, 17, (357,), generator=generator)
+    full = search_symmetric(problem, torch.full((357,), 16), with_ranks=True)
+    actual = search_symmetric(problem, depths, with_ranks=True)
+    beyond = torch.arange(int(depths.max())) >= depths[:, None]
+    assert torch.equal(actual.ids, full.ids.masked_fill(beyond, -1))
+    assert torch.equal(actual.similarities, full.similarities.masked_fill(beyond, -torch.inf))
+    assert actual.ranks is not None
+    assert full.ranks is not None
+    assert torch.equal(actual.ranks, full.ranks)
 
 
 @pytest.mark.usefixtures("small_tiles")

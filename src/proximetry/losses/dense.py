@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from proximetry._util.tensors import inverse_length
+from proximetry._util.tensors import inner_products, inverse_length
 from proximetry.losses.form import Aggregation, LossForm, Parts, Problem
 
 
@@ -19,7 +19,7 @@ def cosines(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     classes, k, dim = weight.shape
     inverse, _ = inverse_length(weight)
-    s = (x @ weight.reshape(classes * k, dim).T) * inverse.reshape(-1)
+    s = inner_products(x, weight.reshape(classes * k, dim)) * inverse.reshape(-1)
     return s.view(x.shape[0], classes, k).permute(2, 0, 1).contiguous(), inverse
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from proximetry._util.machine import by_device
-from proximetry._util.tensors import chunks, inverse_length
+from proximetry._util.tensors import chunks, inner_products, inverse_length
 from proximetry.losses.dense import (
     add_rows_,
     cosines,
@@ -28,9 +28,9 @@ from proximetry.losses.dense import (
 )
 from proximetry.losses.form import Parts, Problem
 
-#: Maximum entries of a batch × tile × K block. On a CPU it should fit into the cache, on a GPU it
-#: should occupy the device.
-TILE_ENTRIES = {"cpu": 2**18, "cuda": 2**26}
+#: Maximum entries of a batch × tile × K block. On a GPU it should occupy the device. On a CPU the
+#: threads wait for each other after every operation, which takes long on a busy machine.
+TILE_ENTRIES = {"cpu": 2**21, "cuda": 2**26}
 
 #: Below this |logit| the exponential neither overflows nor underflows in float32 (e^60 ≈ 1e26), and
 #: the maximum is not subtracted.
@@ -131,12 +131,11 @@ class _Tiled:
         w = self.proxies[tile].flatten(0, 1)
         g = g.permute(1, 2, 0).reshape(-1, len(w)).mul_(inverse.view(-1))  # [B, T·K]
         if gradients.x is not None:
-            gradients.x.addmm_(g, w)
+            gradients.x.add_(inner_products(g, w.T))
         if gradients.proxies is not None:
             is_whole = self.problem.update is None
             out = gradients.proxies[tile if is_whole else slice(tile.stop - tile.start)].view_as(w)
-            torch.mul(w, radial, out=out)
-            out.addmm_(g.T, self.x)
+            torch.addcmul(inner_products(g.T, self.x.T), w, radial, out=out)
 
     def positive(self) -> Tensor:
         """Return each sample's similarity to its class [B]."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from proximetry._util.machine import by_device
-from proximetry._util.tensors import chunks
+from proximetry._util.tensors import chunks, inner_products
 from proximetry._util.types import Progress
 from proximetry.metrics._search.problem import NEVER, Block, SearchProblem, first_hits
 from proximetry.metrics._search.similarities import fix_ties, from_keys, project, to_keys
@@ -28,9 +28,8 @@ def search(
     problem: SearchProblem, depths: Tensor, *, with_ranks: bool, progress: Progress | None = None
 ) -> Iterator[Block]:
     """Search ``depths[i]`` neighbors of every query by the faster method."""
-    deepest = int(depths.max())
-    if can_search_symmetric(problem, deepest):
-        yield search_symmetric(problem, deepest, with_ranks=with_ranks, progress=progress)
+    if can_search_symmetric(problem, int(depths.max())):
+        yield search_symmetric(problem, depths, with_ranks=with_ranks, progress=progress)
     else:
         yield from search_blocks(problem, depths, with_ranks=with_ranks, progress=progress)
 
@@ -46,7 +45,7 @@ def search_blocks(
     order = torch.argsort(depths, stable=True)
     done = 0
     for rows, depth in _blocks(order, depths, len(gallery), gallery.element_size()):
-        similarities = queries[rows] @ gallery.T
+        similarities = inner_products(queries[rows], gallery)
         fix_ties(similarities, problem.similarity, {1: problem.duplicates})
         if problem.groups is not None:
             query_groups, gallery_groups = problem.groups

@@ -15,21 +15,21 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from threading import Lock, local
+from threading import Lock
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from proximetry._util.machine import torch_pool
-from proximetry._util.tensors import chunks
+from proximetry._util.tensors import inner_products
 from proximetry._util.types import Progress
-from proximetry.metrics._search.problem import NEVER, Block, SearchProblem, find_duplicates
+from proximetry.metrics._search.problem import NEVER, Block, SearchProblem
 from proximetry.metrics._search.similarities import fix_ties, from_keys, project, to_keys
 
-TILE = 2048
-# Entries whose maximum is taken together: along a row, and down a column.
-ROW_GROUP = 32
-COLUMN_GROUP = 8
+TILE = 1024
+GROUP = 16  # entries whose maximum is taken together
 # WORST_KEY sorts after all keys; NO_POSITIVE before all keys, so it never leaves a list.
 WORST_KEY, NO_POSITIVE = torch.iinfo(torch.int64).min, NEVER
 # Candidates per item that are collected before they are merged into the lists together.
@@ -56,73 +56,95 @@ def can_search_symmetric(problem: SearchProblem, depth: int) -> bool:
 class _State:
     """Partial results of the item at each position."""
 
-    items: Tensor  # which item it is
-    keys: Tensor  # the best keys so far, unordered
-    worst: Tensor  # the worst of them
+    items: Tensor  # which item it is; ascending within a tile
+    keys: Tensor  # the best keys so far, ascending
+    last: Tensor  # column of `keys` with the last neighbor that is needed
     best: Tensor  # the key of the best positive, NO_POSITIVE without one
     nearer: Tensor  # number of nearer items; updated once `best` has left the list
     candidates: dict[int, list[tuple[Tensor, Tensor]]]  # by start of tile: rows and keys to merge
 
+    def worst(self, positions: slice) -> Tensor:
+        """Return the last key of each list of a tile."""
+        return self.keys[positions].gather(1, self.last[positions, None])[:, 0]
+
     def best_is_out(self, positions: slice) -> Tensor:
         """Return which items of a tile do not have their best positive in their list."""
-        return self.best[positions] < self.worst[positions]
+        return self.best[positions] < self.worst(positions)
 
 
 def search_symmetric(
-    problem: SearchProblem, depth: int, *, with_ranks: bool, progress: Progress | None = None
+    problem: SearchProblem, depths: Tensor, *, with_ranks: bool, progress: Progress | None = None
 ) -> Block:
     """Return what ``neighbors.search_blocks`` returns, for all items in one block."""
-    count = len(problem.gallery)
-    items = torch.argsort(problem.components, stable=True)
-    tiles = _tiles(problem.components)
-    vectors = problem.gallery[items]
-    duplicates = {positions.start: find_duplicates(vectors[positions]) for positions in tiles}
-    left, right = project(vectors, vectors, problem.similarity)
-    del vectors
+    tiles, items = _tiles(problem.components)
+    deepest = int(depths.max())
+    codes = problem.gallery_codes[items]
+    duplicates = _duplicates_by_tile(problem, tiles, items)
     state = _State(
         items,
-        keys=items.new_empty((count, depth)),
-        worst=items.new_empty(count),
-        best=items.new_empty(count),
-        nearer=items.new_empty(count),
+        keys=items.new_full((len(items), deepest), WORST_KEY),
+        last=deepest - depths[items],
+        best=items.new_full((len(items),), NO_POSITIVE),
+        nearer=torch.zeros_like(items),
         candidates={tile.start: [] for tile in tiles},
     )
-    codes = problem.gallery_codes[items]
     locks = {tile.start: Lock() for tile in tiles}
-    widest = max(tile.stop - tile.start for tile in tiles)
-    memory = local()  # one reused buffer per thread: fresh pages cost time
+    operands: dict[int, tuple[Tensor, Tensor]] = {}
 
     def product(rows: slice, columns: slice) -> Tensor:
-        """Return similarities, with −inf at the ends where whole groups need it."""
+        """Return similarities, with −inf at the ends that fill the last groups."""
+        tile = inner_products(operands[rows.start][0], operands[columns.start][1])
         height, width = rows.stop - rows.start, columns.stop - columns.start
-        shape = height + -height % COLUMN_GROUP, width + -width % ROW_GROUP
-        if not hasattr(memory, "buffer"):
-            memory.buffer = left.new_empty((widest + COLUMN_GROUP) * (widest + ROW_GROUP))
-        tile: Tensor = memory.buffer[: shape[0] * shape[1]].view(shape)
         tile[height:] = -torch.inf
         tile[:, width:] = -torch.inf
-        torch.mm(left[rows], right[columns].T, out=tile[:height, :width])
         tile_duplicates = {0: duplicates[rows.start], 1: duplicates[columns.start]}
         fix_ties(tile[:height, :width], problem.similarity, tile_duplicates)
         return tile
 
     def start(positions: slice) -> None:
-        size = positions.stop - positions.start
-        _diagonal(product(positions, positions)[:size, :size], codes[positions], state, positions)
+        vectors = problem.gallery[items[positions]]
+        height = len(vectors)
+        vectors = F.pad(vectors, (0, 0, 0, -height % GROUP))
+        operands[positions.start] = project(vectors, vectors, problem.similarity)
+        tile = product(positions, positions).fill_diagonal_(-torch.inf)
+        largest = np.partition(tile[:height].numpy(), -deepest, axis=1)[:, -deepest:]
+        largest.sort(axis=1)
+        floor = torch.from_numpy(largest).gather(1, state.last[positions, None])[:, 0]
+        _collect(tile, 1, floor, state, positions, positions)
+        _merge(state, positions)
+        if with_ranks:
+            _find_best(tile, codes[positions], state, positions)
+            _count_nearer(tile, 1, state, positions, positions)
 
     def visit(pair: tuple[slice, slice]) -> None:
         rows, columns = pair
         tile = product(rows, columns)
         with locks[rows.start], locks[columns.start]:  # always in ascending order
-            _update_from_tile(tile, state, rows, columns, with_ranks)
+            for dim, positions, others in ((1, rows, columns), (0, columns, rows)):
+                if with_ranks:
+                    _count_nearer(tile, dim, state, positions, others)
+                floor = from_keys(state.worst(positions))[0]
+                _collect(tile, dim, floor, state, positions, others)
 
     # Pairs with the same sum modulo their number share no tile, so threads seldom wait for locks.
     tile_pairs = sorted(combinations(range(len(tiles)), 2), key=lambda pair: sum(pair) % len(tiles))
     pairs = [(tiles[one], tiles[two]) for one, two in tile_pairs]
 
+    block = Block(
+        torch.arange(len(items), device=items.device),
+        ids=torch.empty_like(state.keys),
+        similarities=torch.empty_like(state.keys, dtype=torch.float32),
+        ranks=torch.empty_like(items) if with_ranks else None,
+    )
+
+    def finish(positions: slice) -> None:
+        _merge(state, positions)
+        _write(state, positions, block)
+
     def steps(pool: ThreadPoolExecutor) -> Iterator[None]:
         yield from pool.map(start, tiles)  # all of them, before any pair
         yield from pool.map(visit, pairs)
+        yield from pool.map(finish, tiles)
 
     # Scanning a tile runs mostly on one core: several tiles at a time keep all cores busy.
     threads = torch.get_num_threads()
@@ -130,98 +152,72 @@ def search_symmetric(
     with torch_pool(workers, threads // workers) as pool:
         for done, _ in enumerate(steps(pool), 1):
             if progress is not None:
-                progress(done, len(tiles) + len(pairs))
-    for positions in tiles:
-        _merge(state, positions)
-    return _finish(state, with_ranks)
+                progress(done, 2 * len(tiles) + len(pairs))
+    return block
 
 
-def _tiles(components: Tensor) -> list[slice]:
-    """Return tiles of items by component, cut evenly except that no component is in two tiles."""
+def _tiles(components: Tensor) -> tuple[list[slice], Tensor]:
+    """Return tiles of positions, cut evenly except that no component is in two tiles.
+
+    Also return the item at each position, ascending within a tile.
+    """
+    items = torch.argsort(components, stable=True)
     ends = torch.bincount(components).cumsum(0)
     count = round(len(components) / TILE)
     even = torch.arange(1, count, device=components.device) * len(components) // count
     cuts = {0, *ends[torch.searchsorted(ends, even)].tolist(), len(components)}
-    return [slice(*pair) for pair in pairwise(sorted(cuts))]
+    tiles = [slice(*pair) for pair in pairwise(sorted(cuts))]
+    return tiles, torch.cat([items[tile].sort().values for tile in tiles])
 
 
-def _finish(state: _State, with_ranks: bool) -> Block:
-    """Return sorted lists and ranks, from positions back to items."""
-    ids = torch.empty_like(state.keys)
-    values = torch.empty_like(ids, dtype=torch.float32)
-    for part in chunks(len(ids), TILE):
-        rows = state.items[part]
-        values[rows], ids[rows] = from_keys(state.keys[part].sort(dim=1, descending=True).values)
-    ranks = None
-    if with_ranks:
-        before = (state.keys > state.best[:, None]).sum(1)
-        by_position = 1 + torch.where(state.best_is_out(slice(None)), state.nearer, before)
-        ranks = torch.empty_like(by_position)
-        ranks[state.items] = by_position.masked_fill(state.best == NO_POSITIVE, NEVER)
-    return Block(torch.arange(len(ids), device=ids.device), ids, values, ranks)
+def _duplicates_by_tile(
+    problem: SearchProblem, tiles: list[slice], items: Tensor
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return `SearchProblem.duplicates` of each tile, as positions within the tile."""
+    position = torch.empty_like(items)
+    position[items] = torch.arange(len(items), device=items.device)
+    later, first = (position[rows] for rows in problem.duplicates)
+    inside = {tile.start: (tile.start <= later) & (later < tile.stop) for tile in tiles}
+    return {start: (later[rows] - start, first[rows] - start) for start, rows in inside.items()}
 
 
-def _diagonal(tile: Tensor, codes: Tensor, state: _State, positions: slice) -> None:
-    """Start the lists, find the best positives, and count the items of this tile before them."""
-    tile.fill_diagonal_(-torch.inf)
-    for rows in chunks(len(tile), TILE // 4):
-        keys = to_keys(tile[rows], state.items[positions])
-        state.keys[positions][rows] = keys.topk(state.keys.shape[1], dim=1, sorted=False).values
-        best = keys.masked_fill(codes[rows, None] != codes, WORST_KEY).amax(1)
-        state.nearer[positions][rows] = _true_per_row(keys > best[:, None])
-        missing = from_keys(best)[0] == -torch.inf
-        state.best[positions][rows] = best.masked_fill(missing, NO_POSITIVE)
-    state.worst[positions] = state.keys[positions].amin(1)
+def _find_best(tile: Tensor, codes: Tensor, state: _State, positions: slice) -> None:
+    """Find the best positives in a diagonal tile; the first of equals has the smallest index."""
+    positives = tile[: len(codes), : len(codes)].masked_fill(codes[:, None] != codes, -torch.inf)
+    best, column = positives.max(1)
+    keys = to_keys(best, state.items[positions][column])
+    state.best[positions] = keys.masked_fill(best == -torch.inf, NO_POSITIVE)
 
 
-def _true_per_row(mask: Tensor) -> Tensor:
+def _count_nearer(tile: Tensor, dim: int, state: _State, positions: slice, others: slice) -> None:
+    """Count the items before the best positives that have left the lists of ``positions``.
+
+    The tile has the others along ``dim``.
+    """
+    out = state.best_is_out(positions).nonzero()[:, 0]
+    values = tile.index_select(1 - dim, out).movedim(dim, 1)[:, : others.stop - others.start]
+    best, item = from_keys(state.best[positions][out, None])
+    before = (values > best) | ((values == best) & (state.items[others] < item))
     # Bytes add up ten times as fast as booleans.
-    return mask.view(torch.uint8).sum(1, dtype=torch.int32)
+    state.nearer[positions][out] += before.view(torch.uint8).sum(1, dtype=torch.int32)
 
 
-def _update_from_tile(
-    tile: Tensor, state: _State, rows: slice, columns: slice, with_ranks: bool
+def _collect(
+    tile: Tensor, dim: int, floor: Tensor, state: _State, positions: slice, others: slice
 ) -> None:
-    """Let a tile of negatives enter the lists, and the ranks, of its rows and columns."""
-    row_items, column_items = state.items[rows], state.items[columns]
-    height, width = len(row_items), len(column_items)
-    if with_ranks:
-        for positions, others, across in ((rows, column_items, 0), (columns, row_items, 1)):
-            out = state.best_is_out(positions).nonzero()[:, 0]
-            values = tile[:height, :width].index_select(across, out).movedim(across, 0)
-            best, position = from_keys(state.best[positions][out, None])
-            before = (values > best) | ((values == best) & (others < position))
-            state.nearer[positions][out] += _true_per_row(before)
-    row, column, values = _candidates_by_row(tile[:height], from_keys(state.worst[rows])[0])
-    _collect(state, rows, row, to_keys(values, column_items[column]))
-    floor = from_keys(state.worst[columns])[0]
-    column, row, values = _candidates_by_column(tile[:, :width], floor)
-    _collect(state, columns, column, to_keys(values, row_items[row]))
-
-
-def _candidates_by_row(tile: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return entries that reach their row's floor: row, column and value, by row."""
-    grouped = tile.view(len(tile), -1, ROW_GROUP)
-    row, group = (grouped.amax(2) >= floor[:, None]).nonzero(as_tuple=True)
-    values = grouped[row, group]
-    hit, offset = (values >= floor[row, None]).nonzero(as_tuple=True)
-    return row[hit], group[hit] * ROW_GROUP + offset, values[hit, offset]
-
-
-def _candidates_by_column(tile: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return entries that reach their column's floor: column, row and value, by column."""
-    grouped = tile.view(-1, COLUMN_GROUP, tile.shape[1])
-    column, group = (grouped.amax(1) >= floor).T.nonzero(as_tuple=True)
-    values = grouped.transpose(1, 2)[group, column]
-    hit, offset = (values >= floor[column, None]).nonzero(as_tuple=True)
-    return column[hit], group[hit] * COLUMN_GROUP + offset, values[hit, offset]
-
-
-def _collect(state: _State, positions: slice, row: Tensor, keys: Tensor) -> None:
-    """Collect candidates for the lists of a tile."""
+    """Collect entries that reach the floors of ``positions``; the others are along ``dim``."""
+    # Group g has the entries g, g + groups, …
+    maxima = torch.unflatten(tile, dim, (GROUP, -1)).amax(dim)
+    if dim == 0:
+        tile, maxima = tile.T, maxima.T
+    row, group = (maxima[: len(floor)] >= floor[:, None]).nonzero(as_tuple=True)
+    values = torch.unflatten(tile, 1, (GROUP, -1))[row, :, group]
+    hit, member = (values >= floor[row, None]).nonzero(as_tuple=True)
+    column = member * maxima.shape[1] + group[hit]
+    keys = to_keys(values[hit, member], state.items[others][column])
     candidates = state.candidates[positions.start]
-    candidates.append((row, keys))
-    if sum(len(rows) for rows, _ in candidates) >= MERGE_AFTER * (positions.stop - positions.start):
+    candidates.append((row[hit], keys))
+    if sum(len(rows) for rows, _ in candidates) >= MERGE_AFTER * len(floor):
         _merge(state, positions)
 
 
@@ -238,8 +234,25 @@ def _merge(state: _State, positions: slice) -> None:
     new[row, position] = keys
     merged = torch.cat([state.keys[positions], new], dim=1)
     was_out = state.best_is_out(positions)
-    state.keys[positions] = merged.topk(state.keys.shape[1], dim=1, sorted=False).values
-    state.worst[positions] = state.keys[positions].amin(1)
+    # NumPy selects and sorts ten times as fast as torch.
+    merged = torch.from_numpy(np.sort(merged.numpy(), axis=1))
+    state.keys[positions] = merged[:, -state.keys.shape[1] :]
     # Where a best positive has just been pushed out, all that came before it is in `merged`.
     out = (state.best_is_out(positions) & ~was_out).nonzero()[:, 0]
     state.nearer[positions][out] = (merged[out] > state.best[positions][out, None]).sum(1)
+
+
+def _write(state: _State, positions: slice, block: Block) -> None:
+    """Write the lists and ranks of a tile to the rows of its items."""
+    items, keys = state.items[positions], state.keys[positions]
+    similarities, ids = from_keys(keys.flip(1))
+    is_missing = (
+        torch.arange(keys.shape[1], device=keys.device).flip(0) < state.last[positions, None]
+    )
+    block.similarities[items] = similarities.masked_fill(is_missing, -torch.inf)
+    block.ids[items] = ids.masked_fill(is_missing, -1)
+    if block.ranks is not None:
+        best = state.best[positions]
+        before = (keys > best[:, None]).sum(1)
+        ranks = 1 + torch.where(state.best_is_out(positions), state.nearer[positions], before)
+        block.ranks[items] = ranks.masked_fill(best == NO_POSITIVE, NEVER)

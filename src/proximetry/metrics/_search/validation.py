@@ -79,8 +79,8 @@ def as_embeddings(
         )
     if matrix.dtype != torch.float64:
         matrix = matrix.to(torch.float32)
-    # A sum is finite only if every term is, and needs no temporary.
-    if not bool(torch.isfinite(matrix.sum(dtype=torch.float64))):
+    # A sum is finite only if every term is, and needs no temporary; it may overflow.
+    if not bool(torch.isfinite(matrix.sum())):
         parts = [~torch.isfinite(matrix[rows]).all(1) for rows in chunks(len(matrix), ROWS)]
         bad = torch.cat(parts).nonzero()[:, 0].tolist()
         if bad:
