@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO, get_origin
 from proximetry import __version__
 from proximetry._util.errors import UsageError
 from proximetry._util.formatting import join_first, printable, shorten
-from proximetry._util.imports import install_hint
+from proximetry._util.imports import defer_compiler, install_hint
 
 if TYPE_CHECKING:
     from cyclopts import App, CycloptsError
@@ -198,6 +198,7 @@ def entry() -> None:
     """Run a command and exit with its code; the console script."""
     sys.stdout = _open_stream(sys.stdout, 1)
     sys.stderr = _open_stream(sys.stderr, 2)
+    defer_compiler()
     try:
         code = main()
         sys.stdout.flush()
