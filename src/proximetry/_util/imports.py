@@ -89,7 +89,9 @@ class _Deferred(ModuleType):
 class _DeferredCompiler(_Deferred):
     """What optimizers use."""
 
-    __path__: Sequence[str] = ()  # a package
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []  # a package
 
     def disable(self, function: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
         return function
