@@ -6,8 +6,8 @@
         --model.backbone tf_efficientnet_lite0 --model.weights none
 
 It writes an image folder, runs the command twice in processes of its own and prints the seconds of
-each phase. Pixel caches, Triton's and CUDA's are in a new folder. Options after -- are those of the
-command. With --profile a third run lists the functions that took longest.
+each phase. Caches of pixels and of compiled kernels are in a new folder. Options after -- are those
+of the command. With --profile a third run lists the functions that took longest.
 """
 
 from __future__ import annotations
@@ -32,14 +32,12 @@ ROOT = Path(__file__).parents[1]
 CACHES = ("PROXIMETRY_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 # Runs the command and writes start and duration of the functions that make up the phases.
 TRAIN = """
-import cProfile, json, pstats, sys, time
-from proximetry._util.imports import defer_compiler
-from proximetry.cli.app import main
-
-defer_compiler()
+import atexit, cProfile, functools, json, pstats, sys, time
 import proximetry.training as training
+from proximetry.cli import app
 
-spans = []
+spans_file, profile_file, *sys.argv[1:] = sys.argv[1:]
+spans, profile = [], cProfile.Profile()
 
 def record(owner, name):
     function = getattr(owner, name)
@@ -66,16 +64,27 @@ def load(name):
     return value
 
 lazy, training.__getattr__ = training.__getattr__, load
-profile = cProfile.Profile()
-run = profile.runcall if sys.argv[2] else lambda function, *args: function(*args)
-code = run(main, sys.argv[3:])
-spans.append(("main", time.time(), 0.0))
-with open(sys.argv[1], "w") as file:
-    json.dump(spans, file)
-if sys.argv[2]:
-    with open(sys.argv[2], "w") as file:
-        pstats.Stats(profile, stream=file).sort_stats("tottime").print_stats(40)
-sys.exit(code)
+if profile_file:
+    app.main = functools.partial(profile.runcall, app.main)
+record(app, "main")
+
+@atexit.register
+def write():
+    with open(spans_file, "w") as file:
+        json.dump(spans, file)
+    if profile_file:
+        with open(profile_file, "w") as file:
+            pstats.Stats(profile, stream=file).sort_stats("tottime").print_stats(40)
+
+app.entry()
+"""
+
+
+IMPORTS = """
+from proximetry.cli.app import make_app
+make_app()
+import proximetry.training.dry_run, proximetry.training.trainer
+import torch._dynamo
 """
 
 
@@ -108,12 +117,18 @@ def make_image(root: Path, classes: int, number: int) -> None:
     Image.fromarray(pixels).save(folder / f"{number}.jpg", quality=90)
 
 
+def python_environment(folder: Path) -> dict[str, str]:
+    """Return variables that let Python find the source, and write bytecode beside the images."""
+    bytecode = {"PYTHONPYCACHEPREFIX": str(folder / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
+    return {"PYTHONPATH": str(ROOT / "src"), **bytecode}
+
+
 def run_command(images: Path, folder: Path, name: str, options: list[str]) -> dict[str, float]:
     """Run the command; return the seconds of its phases, in order."""
     out, spans_file = folder / name, folder / f"{name}.json"
     profile = str(folder / "profile.txt") if name == "profile" else ""
     caches = {variable: str(folder / "caches" / variable.lower()) for variable in CACHES}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **caches}
+    environment = {**os.environ, **python_environment(folder), **caches}
     command = [
         sys.executable,
         "-c",
@@ -167,7 +182,7 @@ def phases(spans: list[Span], started: float, first_line: float, ended: float) -
             seconds[part] = seconds.get(part, 0.0) + sum(span.seconds for span in inside)
     seconds["final evaluation"] = final.seconds
     seconds["final embedder"] = by_name["save_embedder"][-1].seconds
-    seconds["exit"] = ended - main.start
+    seconds["exit"] = ended - main.end
     return {**seconds, "other": ended - started - sum(seconds.values()), "wall": ended - started}
 
 
@@ -196,6 +211,9 @@ def main() -> None:
         with ProcessPoolExecutor() as pool:
             make = partial(make_image, images, arguments.classes)
             list(pool.map(make, range(arguments.images), chunksize=50))
+        # Installing compiles bytecode too.
+        environment = {**os.environ, **python_environment(folder)}
+        subprocess.run([sys.executable, "-c", IMPORTS], env=environment, check=True)
         names = ("cold", "warm", *(["profile"] if arguments.profile else []))
         runs = {}
         for run in names:

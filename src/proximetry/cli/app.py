@@ -1,6 +1,7 @@
 """The application: commands, errors, exit codes and output streams."""
 
 import errno
+import gc
 import inspect
 import io
 import os
@@ -204,4 +205,5 @@ def entry() -> None:
         sys.stdout.flush()
     except OSError as error:  # standard output is a file on a full disk
         code = _fail(error, 1)
+    gc.freeze()  # Python would look for garbage among all modules, for about a second
     sys.exit(code)
