@@ -99,6 +99,35 @@ def test_light_packages_import_little():
     subprocess.run([sys.executable, "-c", LIGHT], check=True)
 
 
+DEFERRED = """
+import sys
+from proximetry._util.imports import defer_compiler
+defer_compiler()
+import timm, torch
+from proximetry.training import train
+layer = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(layer.parameters())
+layer(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+assert not {"sympy", "torch._inductor", "torch._dynamo.convert_frame"} & set(sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "",
+        "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1)) == 2",
+        "import torch._dynamo.config as c; assert c is torch._dynamo.config",
+        "from torch._dynamo.utils import counters; assert torch._dynamo.utils.counters is counters",
+        "from torchvision.ops.roi_align import is_compile_supported as f; assert f('cpu')",
+    ],
+)
+def test_torch_compiler_is_imported_when_it_is_needed(use):
+    subprocess.run([sys.executable, "-c", DEFERRED + use], check=True)
+
+
 def test_missing_paths_are_reported_before_torch_is_imported(tmp_path):
     code = """
 import sys

@@ -83,6 +83,25 @@ def test_epochs_depend_on_the_device_and_the_number_of_images(device, images, ep
     assert lines[1].startswith(f"{epochs} epochs, by the number of training images (")
 
 
+@pytest.mark.parametrize(
+    ("device", "images", "epochs", "evaluation", "checkpoint"),
+    [
+        (CPU, 2240, 12, 1, 1),
+        (H200, 2240, 30, 3, 9),
+        (H200, 2240, 5, 1, 9),
+        (H200, 60, 100, 10, 334),
+        (H200, 10**6, 30, 3, 1),
+    ],
+)
+def test_evaluation_and_checkpoint_intervals_depend_on_sizes_only(
+    device, images, epochs, evaluation, checkpoint
+):
+    recipe = Recipe.load({"training.epochs": epochs, "evaluation.every": "auto"})
+    recipe, _ = choose(recipe, device, images=images, storage=roomy(1))
+    assert recipe.evaluation.every == evaluation
+    assert recipe.training.checkpoint_epochs == checkpoint
+
+
 def test_run_records_and_prints_its_choices(recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, "EPOCHS_ON_CPU", 2)
     monkeypatch.setattr(module, "MIN_STEPS", 1)
@@ -97,10 +116,13 @@ def test_run_records_and_prints_its_choices(recipe, tmp_path, monkeypatch, capsy
 
 
 def test_resumed_run_keeps_its_choices(recipe, tmp_path):
-    started = recipe.override({"training.precision": "bfloat16", "data.cache": "pixels"})
+    started = recipe.override(
+        {"training.precision": "bfloat16", "data.cache": "pixels", "evaluation.every": 2}
+    )
     train(started, tmp_path / "whole", device="cpu")
     killed_at(5, started, tmp_path / "cut")
-    train(recipe, tmp_path / "cut", device="cpu")  # which leaves the precision to auto
+    recipe = with_(recipe, "evaluation", every="auto")  # as the precision
+    train(recipe, tmp_path / "cut", device="cpu")
     weights = [
         next((tmp_path / name / "embedder").glob("*.safetensors")) for name in ("whole", "cut")
     ]

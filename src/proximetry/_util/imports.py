@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_loader
+from types import ModuleType
 from typing import Any
+
+_COMPILER, _COMPILER_UTILS = "torch._dynamo", "torch._dynamo.utils"
 
 
 def import_optional(module: str, extra: str | None, purpose: str) -> Any:
@@ -48,3 +55,72 @@ def lazy_exports(
             raise missing_package(f"{package}.{name}", error.name or "", extra) from error
 
     return load
+
+
+def defer_compiler() -> None:
+    """Import torch's compiler, which takes longer than torch itself, only when it is needed.
+
+    torchvision imports it for one operator, and every optimizer to exclude itself from compilation.
+    For a process that compiles no optimizer.
+    """
+    if _COMPILER not in sys.modules:
+        sys.modules[_COMPILER] = _DeferredCompiler(_COMPILER)
+        sys.modules[_COMPILER_UTILS] = _DeferredUtils(_COMPILER_UTILS)
+        sys.meta_path.insert(0, _CompilerFinder())
+
+
+def _import_compiler() -> Any:
+    """Import the compiler in place of the modules that stand for it."""
+    if isinstance(sys.modules[_COMPILER], _Deferred):
+        del sys.modules[_COMPILER], sys.modules[_COMPILER_UTILS]
+    return import_module(_COMPILER)
+
+
+class _Deferred(ModuleType):
+    """Stands for a module of the compiler until another name of it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # `inspect` asks every module for its file
+            raise AttributeError(name)
+        _import_compiler()
+        return getattr(import_module(self.__name__), name)
+
+
+class _DeferredCompiler(_Deferred):
+    """What optimizers use."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []  # a package
+
+    def disable(self, function: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+        return function
+
+    def graph_break(self) -> None:
+        pass
+
+
+class _DeferredUtils(_Deferred):
+    """What torchvision uses."""
+
+    def is_compile_supported(self, device: str) -> bool:
+        return bool(_import_compiler().utils.is_compile_supported(device))
+
+
+class _CompilerFinder(MetaPathFinder, Loader):
+    """Imports the compiler before its submodules; finds those that this has imported."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        deferred = isinstance(sys.modules.get(_COMPILER), _Deferred)
+        if not (deferred and name.startswith(f"{_COMPILER}.")):
+            return None
+        compiler = _import_compiler()
+        if name in sys.modules:
+            return spec_from_loader(name, self)
+        return PathFinder.find_spec(name, compiler.__path__)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass

@@ -41,6 +41,11 @@ def inner_products(left: Tensor, right: Tensor) -> Tensor:
     return product
 
 
+def contiguous_copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor once, to the CPU: safetensors rejects shared memory and channels-last."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> tuple[Tensor, list[int]]:
     """Concatenate [n, …] tensors of all ranks, in the order of ranks; n may differ.
 

@@ -1,6 +1,7 @@
 """The application: commands, errors, exit codes and output streams."""
 
 import errno
+import gc
 import inspect
 import io
 import os
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO, get_origin
 from proximetry import __version__
 from proximetry._util.errors import UsageError
 from proximetry._util.formatting import join_first, printable, shorten
-from proximetry._util.imports import install_hint
+from proximetry._util.imports import defer_compiler, install_hint
 
 if TYPE_CHECKING:
     from cyclopts import App, CycloptsError
@@ -198,9 +199,11 @@ def entry() -> None:
     """Run a command and exit with its code; the console script."""
     sys.stdout = _open_stream(sys.stdout, 1)
     sys.stderr = _open_stream(sys.stderr, 2)
+    defer_compiler()
     try:
         code = main()
         sys.stdout.flush()
     except OSError as error:  # standard output is a file on a full disk
         code = _fail(error, 1)
+    gc.freeze()  # Python would look for garbage among all modules, for about a second
     sys.exit(code)

@@ -139,15 +139,16 @@ def train(
     if print_config:
         print(plan.recipe.to_yaml(), end="")
         return
-    from proximetry.training import train as run
-    from proximetry.training.dry_run import describe
-    from proximetry.training.dry_run import dry_run as estimate
     from proximetry.training.reporting import make_display
 
     is_main = os.environ.get("RANK", "0") == "0"  # only rank 0 prints
     display = make_display(sys.stderr if as_json else None)
     for line in plan.lines if is_main else ():
         display.message(line)
+    from proximetry.training import train as run  # timm: the first lines come before
+    from proximetry.training.dry_run import describe
+    from proximetry.training.dry_run import dry_run as estimate
+
     start = estimate if dry_run else run
     results = start(plan.recipe, plan.out, device=device, resume=not fresh, display=display)
     text = describe(results) if dry_run else summary(results, plan)

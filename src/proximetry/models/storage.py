@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -26,6 +25,7 @@ from proximetry._util.files import (
     read_json,
 )
 from proximetry._util.formatting import join_first
+from proximetry._util.tensors import contiguous_copy
 
 FORMAT = "proximetry embedder"
 VERSION = 1
@@ -64,11 +64,7 @@ def write_embedder(
         raise ValueError(
             f"{folder} contains other files ({names}) and no embedder. Use a new or empty folder."
         ) from error
-    # safetensors rejects tensors that share memory or are channels-last.
-    copies = {
-        k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in state.items()
-    }
-    weights = save_tensors(copies)
+    weights = save_tensors({name: contiguous_copy(value) for name, value in state.items()})
     digest = hashlib.sha256(weights).hexdigest()
     file = weights_name(digest)
     content = {

@@ -15,11 +15,18 @@ EPOCHS, EPOCHS_ON_CPU, MIN_EPOCHS = 30, 12, 5
 MIN_STEPS = 100
 MAX_IMAGES = 10_000_000
 
+EVALUATIONS = 10  # of a run, at least, with `evaluation.every: auto`
+# `training.checkpoint_epochs: auto` on a GPU: an epoch of few images takes no longer than writing.
+CHECKPOINT_IMAGES = 20_000
+
 PIXELS_SHARE = 1 / 3  # of a GPU's free memory; the rest is for activations and the CUDA graph
 MEMORY_SHARE = 2 / 3  # of the free memory; larger caches are read from disk in each epoch
 
 # A resumed run keeps these choices; the cache does not change results.
-_RESUMED = ("training.precision", "training.cuda_graph", "training.epochs", "schedule.every")
+_RESUMED = (
+    *("training.precision", "training.cuda_graph", "training.epochs"),
+    *("schedule.every", "evaluation.every"),
+)
 
 _CACHES = {
     "none": "images decoded on the fly",
@@ -100,7 +107,9 @@ def choose(
         "training.precision": precision,
         "training.cuda_graph": graph,
         "training.epochs": epochs,
+        "training.checkpoint_epochs": math.ceil(CHECKPOINT_IMAGES / images) if device.cuda else 1,
         "schedule.every": math.ceil(epochs / 3),
+        "evaluation.every": max(1, epochs // EVALUATIONS),
     }
     changes = {key: value for key, value in values.items() if before[key] == AUTO}
     return recipe.override(changes), lines

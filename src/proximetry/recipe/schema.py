@@ -362,7 +362,12 @@ class TrainingConfig(Section):
     stop_after: Integer = _key(
         0, "early stopping: evaluations without improvement; 0 for never", role="duration", ge=0
     )
-    checkpoint_epochs: Count = _key(1, "epochs between two checkpoints", role="runtime")
+    checkpoint_epochs: AutoCount = _key(
+        AUTO,
+        "epochs between two checkpoints; a selected epoch also has one. auto saves every epoch, on "
+        "a CUDA GPU at most every 20 000 training images",
+        role="runtime",
+    )
     checkpoint_steps: Integer = _key(
         0, "also save a checkpoint every n steps; 0 for never", role="runtime", ge=0
     )
@@ -392,8 +397,10 @@ class EvaluationConfig(Section):
     held_out: Number = _key(
         0.2, "fraction of the training classes held out, at least three classes", gt=0, lt=1
     )
-    every: Count = _key(
-        1, "epochs between two evaluations; at least a tenth of all if no split is evaluated"
+    every: AutoCount = _key(
+        1,
+        "epochs between two evaluations, at least a tenth of all if no split is evaluated; auto "
+        "uses a tenth",
     )
     watch_test: Flag = _key(
         False,

@@ -169,8 +169,9 @@ def scale(recipe: Recipe, epochs: int) -> Recipe:
     changes: dict[str, Any] = {
         "training.epochs": epochs,
         "schedule.freeze_backbone_epochs": frozen,
-        "evaluation.every": scaled(recipe.evaluation.every),
     }
+    if recipe.evaluation.every != AUTO:
+        changes["evaluation.every"] = scaled(recipe.evaluation.every)
     if published == AUTO or (schedule.name == "step" and schedule.every == AUTO):
         return recipe.override(changes)
     if schedule.name == "step" and schedule.every * epochs % published == 0:

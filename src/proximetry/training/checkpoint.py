@@ -29,6 +29,7 @@ from proximetry._util.files import (
     with_checksum,
 )
 from proximetry._util.formatting import join_first
+from proximetry._util.tensors import contiguous_copy
 from proximetry.recipe.loading import differences
 from proximetry.recipe.schema import Recipe
 from proximetry.training.errors import CheckpointError, RunError
@@ -150,7 +151,7 @@ def save_checkpoint(
     parts = {part: module.state_dict() for part, module in modules.items()}
     parts |= {f"optimizer.{index}": values for index, values in saved["state"].items()}
     tensors = {
-        f"{part}.{name}": tensor.detach().cpu().contiguous().clone()
+        f"{part}.{name}": contiguous_copy(tensor)
         for part, values in parts.items()
         for name, tensor in values.items()
     }

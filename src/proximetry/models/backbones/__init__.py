@@ -22,6 +22,8 @@ from proximetry.models.preprocessing import Channels
 
 Module = TypeVar("Module", bound=nn.Module)
 
+_SMALL_NETWORK = 2**25  # weights: embedding one image takes less than a second
+
 
 class NoFeatureMapError(ValueError):
     """The pooling needs a feature map, but the backbone returns tokens."""
@@ -241,9 +243,11 @@ def prepare(model: nn.Module, name: str, crop: tuple[int, int], pooling: str = "
         raise ValueError(
             f"pooling 'cls-avg' needs a class token, and {name} has none. Use pooling='auto'."
         )
+    probed = copy.deepcopy(model).eval()
+    is_small = sum(value.numel() for value in model.parameters()) <= _SMALL_NETWORK
     try:
-        try:  # on the meta device, which computes shapes only
-            features = _probe(copy.deepcopy(model).eval().to("meta"), crop, pooling)
+        try:  # on the meta device, which computes shapes only, but takes seconds to import
+            features = _probe(probed if is_small else probed.to("meta"), crop, pooling)
         except Exception:  # no meta kernel, or a wrong size
             features = _probe(copy.deepcopy(model).eval(), crop, pooling)
     except (RuntimeError, AssertionError, ValueError) as error:
@@ -285,9 +289,21 @@ def _probe(model: Any, crop: tuple[int, int], pooling: str) -> Features:
                 channels_last = last == model.num_features and (is_nhwc or first != last)
                 width = last if channels_last else first
                 width = prod(output.shape[1:]) if pooling == "flatten" else width
-        gradients = torch.autograd.grad(output.sum(), list(named.values()), allow_unused=True)
-    unused = [n for n, gradient in zip(named, gradients, strict=True) if gradient is None]
+    used = _leaves(output)
+    unused = [name for name, value in named.items() if id(value) not in used]
     return Features(width or output.shape[1], pooling, channels_last, tuple(unused))
+
+
+def _leaves(output: Tensor) -> set[int]:
+    """Return the ids of the tensors that would get a gradient from an output."""
+    found, seen, nodes = set[int](), set[Any](), [output.grad_fn]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(id(getattr(node, "variable", None)))
+            nodes += [previous for previous, _ in node.next_functions]
+    return found
 
 
 def _drop_unused(module: nn.Module, unused: Container[int]) -> None:
