@@ -7,6 +7,7 @@ import shutil
 import pytest
 from huggingface_hub import constants
 
+from benchmarks import scale
 from docs import generate
 from proximetry import cli
 from proximetry.training import train
@@ -16,6 +17,10 @@ from tests.training.tiny import make_images, make_recipe
 
 def test_generated_parts_are_up_to_date():
     assert [page.name for page in generate.outdated_pages()] == []
+
+
+def test_scale_page_has_the_estimates_of_the_benchmark():
+    assert scale.table() in (generate.DOCS / "scale.md").read_text(encoding="utf-8")
 
 
 def test_every_loss_has_a_page_with_its_settings():

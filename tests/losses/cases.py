@@ -26,7 +26,8 @@ def batch(size=9, classes=7, dim=5, seed=1, dtype=torch.float64):
 def problem(loss, x, proxies, y, length):
     """Return the problem that the loss passes to its engine."""
     scale, offset = loss.negative_logit(length)
-    weight = loss.negative_weight(x.new_zeros(len(proxies)).index_fill(0, y, 1.0))
+    present = x.new_zeros(len(proxies)).index_fill(0, y, 1.0)
+    weight = loss.negative_weight(present, len(proxies), present.sum())
     return Problem(x, proxies, y, loss.form, loss.gamma, scale, offset, weight)
 
 

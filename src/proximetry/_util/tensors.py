@@ -46,18 +46,22 @@ def contiguous_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> tuple[Tensor, list[int]]:
+def gather_rows(
+    rows: Tensor, group: dist.ProcessGroup | None = None, counts: list[int] | None = None
+) -> tuple[Tensor, list[int]]:
     """Concatenate [n, …] tensors of all ranks, in the order of ranks; n may differ.
 
     Return the result, on the device of `rows`, and the number of rows of each rank. No gradient.
+    Without ``counts``, which are these numbers, this waits for the GPU.
     """
     device = rows.device
     if dist.get_backend(group) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
-    row_count = torch.tensor([rows.shape[0]], device=device)
-    sizes = [torch.zeros_like(row_count) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, row_count, group=group)
-    counts = [int(size) for size in sizes]
+    if counts is None:
+        row_count = torch.tensor([rows.shape[0]], device=device)
+        sizes = [torch.zeros_like(row_count) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(sizes, row_count, group=group)
+        counts = [int(size) for size in sizes]
     # Collectives need equal shapes.
     padded = torch.zeros((max(counts), *rows.shape[1:]), dtype=rows.dtype, device=device)
     padded[: rows.shape[0]] = rows.detach()

@@ -22,6 +22,7 @@ from proximetry.losses.regularizers import (
     QuantizationLoss,
 )
 from proximetry.losses.settings import Setting, check_settings, loss_settings, setting
+from proximetry.losses.sharded import ShardedProxies, shard
 from proximetry.losses.softmax import (
     ArcFace,
     CosFace,
@@ -58,6 +59,7 @@ __all__ = [
     "QuantizationLoss",
     "RowwiseAdam",
     "Setting",
+    "ShardedProxies",
     "SoftTriple",
     "SphereFace",
     "check_settings",
@@ -66,4 +68,5 @@ __all__ = [
     "loss_settings",
     "parameter_groups",
     "setting",
+    "shard",
 ]

@@ -37,6 +37,7 @@ from proximetry.losses.settings import (
     share,
     similarity,
 )
+from proximetry.losses.sharded import ShardedProxies
 from proximetry.losses.streamed import streamed
 
 Labels = Tensor | NDArray[np.integer[Any]] | Sequence[int]
@@ -132,12 +133,16 @@ class ProxyLoss(ConfigurableModule):
         """Return (scale, offset) of the other classes' logit, ``scale · S + offset``."""
         raise NotImplementedError
 
-    def negative_weight(self, present: Tensor) -> float | Tensor:
+    def negative_weight(
+        self, present: Tensor, classes: int, present_count: Tensor
+    ) -> float | Tensor:
         """Return the weight of each class's negative term in a class-wise loss: 1 / C.
 
-        ``present`` [C] is 1 for the classes in the batch and 0 for the others.
+        ``present`` is 1 for the classes in the batch and 0 for the others: for all ``classes``, or,
+        if the proxies are sharded, for those of this rank. ``present_count`` counts the classes in
+        the batch.
         """
-        return 1.0 / len(present)
+        return 1.0 / classes
 
     def ramp(self) -> float | Tensor:
         """Return the warm-up factor of an added exclusive term at this step."""
@@ -158,7 +163,10 @@ class ProxyLoss(ConfigurableModule):
         return per-class terms [C] whose mean is the loss.
         """
         _reduction("reduction", reduction)
-        classes, _, dim = self.proxies.weight.shape
+        shard = None
+        if isinstance(self.proxies, ShardedProxies):
+            shard, embeddings, labels, weights = self.proxies.gather(embeddings, labels, weights)
+        classes, dim = self.proxies.num_classes, self.proxies.dim
         labels = validate_batch(embeddings, labels, dim, classes if self.check_labels else None)
         has_weights = weights is not None
         if weights is not None:
@@ -187,6 +195,8 @@ class ProxyLoss(ConfigurableModule):
             solve = _ENGINES[self.choose_engine(len(x))]
             if self.training and self.sampled_negatives < 1.0:
                 solve = partial(sampled, solve, share=self.sampled_negatives, weights=weights)
+            if shard is not None:
+                return shard.compute(self, solve, problem, (length, weights, reduction))
             reduce = self._reduce_by_class if self.form.by == "class" else self._reduce_by_sample
             loss, factor, distance = reduce(solve, problem, length, weights, reduction)
             return loss if distance is None else loss + self.tau * distance * factor
@@ -210,7 +220,7 @@ class ProxyLoss(ConfigurableModule):
         reduction: Reduction,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the reduced loss, the same reduction of 1, and the intra-class distance."""
-        smoothing, classes = self.label_smoothing, len(problem.proxies)
+        smoothing, classes = self.label_smoothing, self.proxies.num_classes
         parts = engine(replace(problem, needs_total=smoothing > 0.0))
         positive = self.positive_logit(parts.positive, length)
         terms = join_by_sample(self.form, positive, parts.negatives)
@@ -236,7 +246,8 @@ class ProxyLoss(ConfigurableModule):
         """Reduce a class-wise loss; see `_reduce_by_sample`."""
         x, labels, classes = problem.x, problem.labels, len(problem.proxies)
         present = present_classes(labels, weights, classes)
-        class_weight = self.negative_weight(present)
+        present_count = present.sum()
+        class_weight = self.negative_weight(present, classes, present_count)
         # The exponential of an ignored sample is 0. With -inf the gradient of a sum over ignored
         # samples only would be NaN.
         log_weights = weights.log().clamp(min=torch.finfo(x.dtype).min / 4)
@@ -245,7 +256,7 @@ class ProxyLoss(ConfigurableModule):
         parts = engine(replace(problem, class_weight=weight, log_weights=log_weights))
         logit = self.positive_logit(parts.positive, length) + log_weights
         pull = pull_by_class(logit, labels, classes)
-        present_count, factor = present.sum().clamp(min=1.0), present.amax()
+        present_count, factor = present_count.clamp(min=1.0), present.amax()
         if per_class:
             terms = classes * (pull / present_count + class_weight * parts.negatives)
             return terms, factor, parts.distance

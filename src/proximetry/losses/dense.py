@@ -72,7 +72,12 @@ def dense(problem: Problem) -> Parts:
         raise ValueError("the dense engine cannot update proxies. Use another engine.")
     s, _ = cosines(problem.x, problem.proxies)
     S = reduce_proxies(s, problem.form.similarity, problem.gamma)
-    label_column = problem.labels.unsqueeze(1)
+    label_column, classes = problem.labels.unsqueeze(1), S.shape[1]
+    if problem.is_shard:  # one more column, for the labels outside
+        S = F.pad(S, (0, 1))
+        label_column = label_column.masked_fill(
+            (label_column < 0) | (label_column > classes), classes
+        )
     positive = S.gather(1, label_column).squeeze(1)
     scale = problem.scale
     factor = scale.unsqueeze(1) if isinstance(scale, Tensor) else scale
@@ -80,6 +85,8 @@ def dense(problem: Problem) -> Parts:
     if problem.log_weights is not None:
         offset = (problem.log_weights + offset).unsqueeze(1)
     z = (factor * S + offset).scatter(1, label_column, -torch.inf)
+    if problem.is_shard:
+        S, z = S[:, :classes], z[:, :classes]
     if problem.ignore_above is not None:
         z = z.masked_fill(S > problem.ignore_above, -torch.inf)
     distance = intra_class_distance(problem.proxies) if problem.needs_distance else None

@@ -74,6 +74,9 @@ class Problem:
     change. Then there is no gradient of all proxies."""
     precision: Precision = "auto"
     """Precision of the products in the fused engine; "auto" follows torch's setting."""
+    is_shard: bool = False
+    """Whether labels may be outside 0 … C − 1: the class is on another rank. All classes here are
+    then negatives of the sample, and its `Parts.positive` is not used."""
 
 
 class Parts(NamedTuple):

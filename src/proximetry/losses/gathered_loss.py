@@ -1,6 +1,6 @@
 """One loss over the batches of all processes, for custom training loops."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from proximetry._util.formatting import format_value
 from proximetry._util.tensors import gather_rows
 from proximetry.losses.base import Weights, labels_tensor, weights_tensor
+from proximetry.losses.sharded import ShardedProxies
 
 
 class Gathered(nn.Module):
@@ -31,6 +32,8 @@ class Gathered(nn.Module):
         super().__init__()
         if not isinstance(loss, nn.Module):
             raise ValueError(f"loss must be a module, got {format_value(loss)}")
+        if any(isinstance(module, ShardedProxies) for module in loss.modules()):
+            raise ValueError("a loss with sharded proxies gathers the batches. Call it directly.")
         self.loss, self.group = loss, group
         self._shared = False
 
@@ -38,56 +41,15 @@ class Gathered(nn.Module):
         self, embeddings: Tensor, labels: Any, weights: Weights | None = None, **kwargs: Any
     ) -> Tensor:
         """Return the loss of the whole batch; ``kwargs`` are passed to the loss."""
-        invalid: ValueError | None = None
-        try:
-            if not isinstance(embeddings, Tensor):
-                raise ValueError(f"embeddings must be a tensor, got {type(embeddings).__name__}")
-            labels = labels_tensor(embeddings, labels)
-            if labels.shape[:1] != embeddings.shape[:1]:
-                got = list(labels.shape)
-                n = len(embeddings)
-                raise ValueError(f"labels must have shape [{n}], one per embedding; got {got}")
-            if not labels.is_floating_point():
-                labels = labels.long()  # the same type on all ranks
-            if weights is not None:
-                weights = weights_tensor(embeddings, weights)
-        except ValueError as error:
-            invalid = error
-        seed = None
-        is_distributed = dist.is_available() and dist.is_initialized()
-        if is_distributed and dist.get_world_size(self.group) > 1:
-            seed = self._raise_on_all_ranks(invalid, weights is not None)
-            self._share_state()
-            embeddings = gather_with_gradient(embeddings, self.group)
-            labels, _ = gather_rows(labels, self.group)
-            if isinstance(weights, Tensor):
-                weights, _ = gather_rows(weights.double(), self.group)
-        elif invalid is not None:
-            raise invalid
-        if weights is not None:
-            kwargs["weights"] = weights
-        if seed is None:
-            return self.loss(embeddings, labels, **kwargs)  # type: ignore[no-any-return]
+        batch = gather_batch(embeddings, labels, weights, self.group)
+        if batch.weights is not None:
+            kwargs["weights"] = batch.weights
+        if batch.seed is None:
+            return self.loss(batch.embeddings, batch.labels, **kwargs)  # type: ignore[no-any-return]
+        self._share_state()
         with torch.random.fork_rng([embeddings.device] if embeddings.is_cuda else []):
-            torch.manual_seed(seed)
-            return self.loss(embeddings, labels, **kwargs)  # type: ignore[no-any-return]
-
-    def _raise_on_all_ranks(self, invalid: ValueError | None, weighted: bool) -> int:
-        """Return a seed for all processes.
-
-        Raise if the arguments of any process are invalid: the others would wait for it.
-        """
-        state = [-1 if invalid else int(weighted), int(torch.randint(2**31, ()))]
-        gathered_states = gather_rows(torch.tensor([state]), self.group)[0]
-        states, seed = gathered_states[:, 0].tolist(), int(gathered_states[0, 1])
-        if invalid is not None:
-            raise invalid
-        if -1 in states:
-            raise ValueError(f"invalid arguments of the loss on rank {states.index(-1)}")
-        if len(set(states)) > 1:
-            ranks = [rank for rank, weights in enumerate(states) if weights]
-            raise ValueError(f"weights on ranks {ranks} only. Pass weights on all ranks or none.")
-        return seed
+            torch.manual_seed(batch.seed)
+            return self.loss(batch.embeddings, batch.labels, **kwargs)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _share_state(self) -> None:
@@ -103,15 +65,93 @@ gathered = Gathered
 """Alias of `Gathered`, as a function over losses."""
 
 
-def gather_with_gradient(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+class GatheredBatch(NamedTuple):
+    """The batches of all ranks as one, the number of samples of each rank, and a common seed."""
+
+    embeddings: Tensor
+    labels: Tensor
+    weights: Tensor | None
+    counts: list[int]
+    seed: int | None
+
+
+def gather_batch(
+    embeddings: Tensor,
+    labels: Any,
+    weights: Weights | None,
+    group: dist.ProcessGroup | None = None,
+    host_group: dist.ProcessGroup | None = None,
+) -> GatheredBatch:
+    """Gather the batches of all ranks; if the arguments of one are invalid, raise on all.
+
+    The embeddings are gathered with gradient. The numbers of samples are exchanged in the
+    ``host_group``: with gloo this does not wait for the GPU.
+    """
+    invalid: ValueError | None = None
+    checked: Tensor | None = None
+    try:
+        if not isinstance(embeddings, Tensor):
+            raise ValueError(f"embeddings must be a tensor, got {type(embeddings).__name__}")
+        labels = labels_tensor(embeddings, labels)
+        if labels.shape[:1] != embeddings.shape[:1]:
+            got = list(labels.shape)
+            n = len(embeddings)
+            raise ValueError(f"labels must have shape [{n}], one per embedding; got {got}")
+        if not labels.is_floating_point():
+            labels = labels.long()  # the same type on all ranks
+        if weights is not None:
+            checked = weights_tensor(embeddings, weights)
+    except ValueError as error:
+        invalid = error
+    is_distributed = dist.is_available() and dist.is_initialized()
+    ranks = dist.get_world_size(group) if is_distributed else 1
+    if ranks > 1:
+        size = 0 if invalid else len(embeddings)
+        needs_gradient = not invalid and embeddings.requires_grad
+        passed_here = -1 if invalid else int(weights is not None)
+        state = torch.tensor([[passed_here, size, needs_gradient, int(torch.randint(2**31, ()))]])
+        states, _ = gather_rows(state, host_group or group, [1] * ranks)
+        passed, counts, gradients, seeds = states.T.tolist()
+        _raise_on_all_ranks(invalid, passed)
+        if any(gradients) and not needs_gradient:  # backward is the same on all ranks
+            embeddings = embeddings.detach().requires_grad_()
+        embeddings = gather_with_gradient(embeddings, group, counts)
+        labels, _ = gather_rows(labels, group, counts)
+        if checked is not None:
+            checked, _ = gather_rows(checked.double(), group, counts)
+        return GatheredBatch(embeddings, labels, checked, counts, seeds[0])
+    if invalid is not None:
+        raise invalid
+    return GatheredBatch(embeddings, labels, checked, [len(embeddings)], None)
+
+
+def _raise_on_all_ranks(invalid: ValueError | None, passed: list[int]) -> None:
+    """Raise if the arguments of any rank are invalid: the others would wait for it.
+
+    ``passed`` is 1 for ranks with weights, 0 for those without, and -1 for invalid arguments.
+    """
+    if invalid is not None:
+        raise invalid
+    if -1 in passed:
+        raise ValueError(f"invalid arguments of the loss on rank {passed.index(-1)}")
+    if len(set(passed)) > 1:
+        ranks = [rank for rank, weights in enumerate(passed) if weights]
+        raise ValueError(f"weights on ranks {ranks} only. Pass weights on all ranks or none.")
+
+
+def gather_with_gradient(
+    rows: Tensor, group: dist.ProcessGroup | None = None, counts: list[int] | None = None
+) -> Tensor:
     """Concatenate [n, …] tensors of all ranks like `gather_rows`, differentiably."""
-    return _Gather.apply(rows, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _Gather.apply(rows, group, counts)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        whole, counts = gather_rows(rows, group)
+    def forward(
+        ctx: Any, rows: Tensor, group: dist.ProcessGroup | None, counts: list[int] | None
+    ) -> Tensor:
+        whole, counts = gather_rows(rows, group, counts)
         ctx.start = sum(counts[: dist.get_rank(group)])
         ctx.rows, ctx.ranks = rows.shape[0], len(counts)
         return whole
@@ -121,4 +161,4 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         # Every rank computes the whole loss, so it needs the gradient of its rows only. DDP divides
         # by the number of ranks.
-        return grad[ctx.start : ctx.start + ctx.rows] * ctx.ranks, None
+        return grad[ctx.start : ctx.start + ctx.rows] * ctx.ranks, None, None

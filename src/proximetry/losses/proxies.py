@@ -24,8 +24,13 @@ from proximetry.losses.settings import (
 Init = Literal["kaiming_normal", "kaiming_uniform", "normal", "small_normal", "sphere"]
 
 
-def draw(shape: tuple[int, int, int], init: Init, generator: torch.Generator | None) -> Tensor:
-    """Draw [C, K, D] proxies as in the authors' code.
+def draw(
+    shape: tuple[int, int, int],
+    init: Init,
+    generator: torch.Generator | None,
+    num_classes: int | None = None,
+) -> Tensor:
+    """Draw [C, K, D] proxies as in the authors' code; with ``num_classes``, C of that many classes.
 
     The loss does not depend on the length of a proxy, but the angle of an optimizer step does:
     published learning rates need the published initialization.
@@ -37,7 +42,7 @@ def draw(shape: tuple[int, int, int], init: Init, generator: torch.Generator | N
     - ``sphere`` (SphereFace, RegularFace): uniform on the unit sphere.
     """
     one_of(*get_args(Init))("init", init)
-    proxies = shape[0] * shape[1]
+    proxies = (num_classes or shape[0]) * shape[1]
     weight = torch.empty(shape)
     if init == "kaiming_uniform":
         bound = 1.0 / math.sqrt(proxies)
@@ -100,7 +105,7 @@ class Proxies(FullPrecision):
 
     @names.setter
     def names(self, names: Sequence[str] | None) -> None:
-        self.names_utf8 = _encode_names(names, len(self.weight)).to(self.names_utf8.device)
+        self.names_utf8 = _encode_names(names, self.num_classes).to(self.names_utf8.device)
 
     @torch.no_grad()
     def project_(self) -> "Proxies":
@@ -184,7 +189,7 @@ class Proxies(FullPrecision):
 
     def extra_repr(self) -> str:
         """Return shape and initialization, for ``print(loss)``."""
-        classes, k, dim = self.weight.shape
+        classes, k, dim = self.num_classes, self.proxies_per_class, self.dim
         return f"num_classes={classes}, proxies_per_class={k}, dim={dim}, init={self.init!r}"
 
 

@@ -67,12 +67,13 @@ class MPA(_MultiProxyAnchor, name="mpa"):
         kw_only=True,
     )
 
-    def negative_weight(self, present: Tensor) -> float | Tensor:
+    def negative_weight(
+        self, present: Tensor, classes: int, present_count: Tensor
+    ) -> float | Tensor:
         """Return 1/|C⁻| for the classes of C⁻, 0 for the others."""
         if self.negative_classes == "all":
-            return super().negative_weight(present)
-        absent = 1.0 - present
-        return absent / absent.sum().clamp(min=1.0)
+            return super().negative_weight(present, classes, present_count)
+        return (1.0 - present) / (classes - present_count).clamp(min=1.0)
 
 
 class MPADW(_MultiProxyAnchor, name="mpa_dw"):

@@ -18,6 +18,7 @@ from proximetry.losses.base import IGNORED, Labels, validate_batch
 from proximetry.losses.dense import add_rows_, intra_class_distance, weighted_mean
 from proximetry.losses.proxies import Proxies
 from proximetry.losses.settings import FullPrecision, count, non_negative, positive
+from proximetry.losses.sharded import ShardedProxies
 
 #: Entries of a block of proxies.
 BLOCK_ENTRIES = 2**20
@@ -43,6 +44,9 @@ class IntraClassRegularizer(_Term):
 
     def forward(self, proxies: Proxies | Tensor) -> Tensor:
         """Return the term for proxies [C, K, D] or [C, D]; zero for one proxy per class."""
+        if isinstance(proxies, ShardedProxies):
+            share = proxies.mean_over_classes(intra_class_distance(proxies.weight))
+            return self.weight * proxies.sum(share)[0]  # type: ignore[no-any-return]
         return self.weight * intra_class_distance(_weight_of(proxies))
 
 
@@ -178,6 +182,8 @@ def block_rows(weight: Tensor) -> int:
 
 
 def _weight_of(proxies: Proxies | Tensor) -> Tensor:
+    if isinstance(proxies, ShardedProxies):
+        raise ValueError("this term does not support sharded proxies. Do not shard the loss.")
     weight = proxies.weight if isinstance(proxies, Proxies) else proxies
     if weight.ndim not in (2, 3):
         raise ValueError(f"proxies must be [C, D] or [C, K, D], got {list(weight.shape)}")

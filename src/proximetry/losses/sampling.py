@@ -31,7 +31,10 @@ def sampled(engine: Engine, problem: Problem, *, share: float, weights: Tensor) 
     size = max(round(share * classes), len(problem.x) + 1)  # at least one class is random
     if size >= classes:
         return engine(problem)
-    present = present_classes(problem.labels, weights, classes)
+    # Of sharded proxies, other ranks have the classes of some samples.
+    inside = (problem.labels >= 0) & (problem.labels < classes)
+    labels = problem.labels.masked_fill(~inside, 0)
+    present = present_classes(labels, weights.masked_fill(~inside, 0.0), classes)
     chosen = choose_classes(present, size)
     count = present.sum()
     factor = (classes - count) / (size - count)
@@ -47,7 +50,7 @@ def sampled(engine: Engine, problem: Problem, *, share: float, weights: Tensor) 
         replace(
             problem,
             proxies=proxies,
-            labels=column_of_class[problem.labels],
+            labels=column_of_class[labels].masked_fill(~inside, -1),
             class_weight=class_weight,
             needs_distance=False,
         )
@@ -56,8 +59,10 @@ def sampled(engine: Engine, problem: Problem, *, share: float, weights: Tensor) 
         terms = present.new_zeros(classes).index_copy(0, chosen, factors * parts.negatives)
         parts = parts._replace(negatives=terms)
     if parts.total is not None:  # each other class counts equally
-        others = (parts.total - parts.positive) * ((classes - 1) / (size - 1))
-        parts = parts._replace(total=parts.positive + others)
+        positive = parts.positive.masked_fill(~inside, 0.0)
+        own = inside.to(positive.dtype)
+        others = (parts.total - positive) * ((classes - own) / (size - own))
+        parts = parts._replace(total=positive + others)
     if problem.needs_distance:
         distance = intra_class_distance(proxies, factors * (size / classes))
         parts = parts._replace(distance=distance)

@@ -203,6 +203,7 @@ class ConfigurableModule(FullPrecision):
             raise TypeError(f"{owner}: {error}") from None
         bound.apply_defaults()
         arguments = validate(owner, self._arguments, bound.arguments)
+        self._built_with = arguments
         self.build(arguments)
         for name, value in arguments.items():
             if not self._arguments[name].is_constant:
@@ -210,6 +211,10 @@ class ConfigurableModule(FullPrecision):
 
     def build(self, arguments: dict[str, Any]) -> None:
         """Create parameters, buffers and submodules."""
+
+    def rebuild(self, **changes: Any) -> Self:
+        """Return a new module with the arguments of this one, except for the changes."""
+        return type(self)(**self._built_with | changes)
 
     @classmethod
     def settings(cls) -> dict[str, Setting]:

@@ -62,6 +62,9 @@ class _Tiled:
     def __init__(self, problem: Problem, size: int) -> None:
         self.problem = problem
         self.x, self.labels = problem.x, problem.labels
+        self.rows = self.labels  # of the positives
+        if problem.is_shard:  # those of labels outside are not used
+            self.rows = self.labels.clamp(0, len(problem.proxies) - 1)
         self.proxies = problem.proxies.contiguous()
         self.reduction = problem.form.similarity, problem.gamma
         scale = problem.scale
@@ -147,7 +150,7 @@ class _Tiled:
 
     def positives(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the proxies of each sample's class, 1 / length and cosines [K, B]."""
-        w = self.proxies[self.labels]  # [B, K, D]
+        w = self.proxies[self.rows]  # [B, K, D]
         inverse = inverse_length(w)[0].T  # [K, B]
         return w, inverse, torch.einsum("bd,bkd->kb", self.x, w) * inverse
 

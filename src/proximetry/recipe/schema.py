@@ -278,11 +278,17 @@ class LossConfig(Section):
         "normalized: proxies are normalized in the forward pass, their length is free; projected: "
         "proxies are projected onto the unit sphere after each step (Zhao et al. 2019)",
     )
+    sharded: Flag = _key(
+        False, "split the proxies by class over the processes, for very many classes"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         from proximetry.losses import check_settings, loss_settings  # imports torch
 
+        for key in ("exclusive", "angular_center"):
+            if self.sharded and getattr(self, key):
+                raise ValueError(f"{key} and sharded exclude each other")
         if self.name.startswith(CUSTOM):
             return self
         where = "name: "
@@ -441,6 +447,9 @@ class Recipe(Section):
                 f"evaluation.select_by {format_value(evaluation.select_by)} is not computed; "
                 f"choose one of {join_first(computed, 12)}"
             )
+        if self.loss.sharded and self.training.precision == "float16":
+            # Its scaler would skip the step of one process only.
+            raise ValueError("training.precision must not be float16 with loss.sharded")
         if list(at) != sorted(set(at)):
             raise ValueError(f"schedule.at must be increasing, got {format_value(list(at))}")
         if any(dim >= width for dim in dims) or len(set(dims)) < len(dims):

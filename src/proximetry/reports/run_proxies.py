@@ -44,12 +44,14 @@ def read_proxies(record: RunRecord) -> RunProxies | None:
     """Read the proxies of the selected epoch of a run; return None if its loss has none.
 
     Raises:
-        ValueError: if the checkpoint is missing or damaged.
+        ValueError: if the checkpoint is missing or damaged, or the proxies are sharded.
     """
     folder = record.folder
     # A run that selects no epoch has only the last checkpoint.
     path = folder.best if folder.best.exists() else folder.last
     state, tensors = read_part(path, "loss.proxies")
+    if state.get("shards"):
+        raise ValueError(f"the proxies of {path} are sharded, and not read for a report")
     if "weight" not in tensors:
         return None  # a custom loss
     text = bytes(tensors["names_utf8"].tolist()).decode(errors="surrogateescape")

@@ -1,7 +1,8 @@
 """Checkpoints: the state of a run in one safetensors file, written atomically, without pickle.
 
 A file has the tensors of each module, everything else as JSON in its header, and a checksum of all
-its bytes. It can be loaded on any number of processes.
+its bytes. It can be loaded on any number of processes. Sharded proxies and their optimizer state
+are in more such files, one for each process, with the classes start … stop − 1 of their headers.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from proximetry._util.files import (
 )
 from proximetry._util.formatting import join_first
 from proximetry._util.tensors import contiguous_copy
+from proximetry.losses import ShardedProxies
 from proximetry.recipe.loading import differences
 from proximetry.recipe.schema import Recipe
 from proximetry.training.errors import CheckpointError, RunError
@@ -43,6 +45,7 @@ FORMAT = 2
 def save_state(run: Run) -> None:
     """Write the last checkpoint; raise if a loss or a weight is not finite."""
     run.check_finite(weights=True)
+    shards = _save_shards(run)
     if not run.world.is_main:
         return
     state = {
@@ -56,8 +59,10 @@ def save_state(run: Run) -> None:
         "scaler": run.updater.scaler.state_dict(),
         "recipe": run.recipe.to_dict(),
         "images": run.data.fingerprint,
+        "shards": shards,
     }
     save_checkpoint(run.folder.last, run.modules(), run.updater.optimizer, values)
+    _remove_unused_shards(run)
 
 
 def link_checkpoints(run: Run) -> None:
@@ -74,6 +79,34 @@ def link_checkpoints(run: Run) -> None:
                 os.link(folder.last, part)
             except OSError:  # the file system has no hard links
                 shutil.copyfile(folder.last, part)
+    _remove_unused_shards(run)
+
+
+def _save_shards(run: Run) -> list[str]:
+    """Write the sharded proxies of this rank and their optimizer state to a file.
+
+    Return the names of the files of all ranks. They are not changed later, since several
+    checkpoints may refer to them.
+    """
+    proxies = run.updater.objective.proxies
+    if not isinstance(proxies, ShardedProxies):
+        return []
+    path = run.folder.shard(run.state.step, run.world.rank, run.world.size)
+    rows = _sharded_tensors(proxies, run.updater.optimizer)
+    _write(path, rows, {"state": {"start": proxies.start, "stop": proxies.stop}})
+    return run.world.gather(path.name)
+
+
+def _remove_unused_shards(run: Run) -> None:
+    """Remove the shards that no checkpoint refers to."""
+    if run.updater.objective.sharded_weight is None:
+        return
+    folder, used = run.folder, set[str]()
+    for path in folder.checkpoints():
+        used.update(read_header(path, verify=False)[0]["state"].get("shards", ()))
+    for path in folder.last.parent.glob("shard-*.safetensors"):
+        if path.name not in used:
+            path.unlink()
 
 
 def restore_state(run: Run) -> None:
@@ -146,22 +179,100 @@ def check_same_images(folder: Path, before: Mapping[str, Any], now: Mapping[str,
 def save_checkpoint(
     path: Path, modules: dict[str, nn.Module], optimizer: Optimizer, state: dict[str, Any]
 ) -> None:
-    """Write modules, optimizer and the plain values of the state to a file."""
+    """Write modules, optimizer and the plain values of the state to a file.
+
+    Sharded proxies and their optimizer state are in files of their own.
+    """
     saved = optimizer.state_dict()
     parts = {part: module.state_dict() for part, module in modules.items()}
     parts |= {f"optimizer.{index}": values for index, values in saved["state"].items()}
     tensors = {
-        f"{part}.{name}": contiguous_copy(tensor)
+        f"{part}.{name}": tensor
         for part, values in parts.items()
         for name, tensor in values.items()
     }
-    header = {
-        CHECKSUM: CHECKSUM_PLACEHOLDER,  # first: `with_checksum` replaces the first one
-        "format": FORMAT,
-        "state": state,
-        "optimizer": {"groups": saved["param_groups"]},
+    if (proxies := _sharded_proxies(modules)) is not None:
+        for name in _sharded_tensors(proxies, optimizer):
+            for key in _checkpoint_keys(name, proxies, modules, optimizer):
+                del tensors[key]
+    _write(path, tensors, {"state": state, "optimizer": {"groups": saved["param_groups"]}})
+
+
+def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    """Write tensors and a header with a checksum."""
+    header = {CHECKSUM: CHECKSUM_PLACEHOLDER, "format": FORMAT} | header  # the first is replaced
+    copies = {key: contiguous_copy(tensor) for key, tensor in tensors.items()}
+    atomic_write(path, with_checksum(save(copies, {"proximetry": json.dumps(header)})))
+
+
+def _sharded_proxies(modules: dict[str, nn.Module]) -> ShardedProxies | None:
+    """Return the sharded proxies among the modules."""
+    found = (m for module in modules.values() for m in module.modules())
+    return next((module for module in found if isinstance(module, ShardedProxies)), None)
+
+
+def _sharded_tensors(proxies: ShardedProxies, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the tensors with a row for each class of this rank: proxies and optimizer state."""
+    state = optimizer.state.get(proxies.weight, {})
+    rows = {
+        f"optimizer.{name}": value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.ndim > 0  # no step counter
     }
-    atomic_write(path, with_checksum(save(tensors, {"proximetry": json.dumps(header)})))
+    return {"weight": proxies.weight, **rows}
+
+
+def _checkpoint_keys(
+    name: str,
+    proxies: ShardedProxies,
+    modules: dict[str, nn.Module],
+    optimizer: Optimizer | None,
+) -> list[str]:
+    """Return the keys that a sharded tensor has in a checkpoint of all tensors."""
+    if name == "weight":
+        return [
+            f"{part}.{key}"
+            for part, module in modules.items()
+            for key, parameter in module.named_parameters(remove_duplicate=False)
+            if parameter is proxies.weight
+        ]
+    if optimizer is None:
+        return []
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    index = next(i for i, parameter in enumerate(parameters) if parameter is proxies.weight)
+    return [name.replace("optimizer.", f"optimizer.{index}.", 1)]
+
+
+def _load_shards(
+    folder: Path, shards: list[str], modules: dict[str, nn.Module], optimizer: Optimizer | None
+) -> dict[str, Tensor]:
+    """Return the sharded tensors of the classes of this rank, by their keys in a checkpoint.
+
+    The number of ranks that wrote the shards may be another one.
+    """
+    proxies = _sharded_proxies(modules)
+    if proxies is None:
+        return {}
+    parts: dict[str, list[Tensor]] = {}
+    last = proxies.start
+    for path in (folder / name for name in shards):
+        header, _ = read_header(path, verify=False)
+        start, stop = header["state"]["start"], header["state"]["stop"]
+        first, end = max(start, proxies.start), min(stop, proxies.stop)
+        if first >= end:
+            continue
+        if first != last:
+            raise CheckpointError(path, f"does not begin at class {last}")
+        for name, tensor in load(read_header(path)[1]).items():
+            parts.setdefault(name, []).append(tensor[first - start : end - start])
+        last = end
+    if last != proxies.stop:
+        raise CheckpointError(folder, f"has no proxies of the classes {last} to {proxies.stop - 1}")
+    return {
+        key: torch.cat(rows)
+        for name, rows in parts.items()
+        for key in _checkpoint_keys(name, proxies, modules, optimizer)
+    }
 
 
 def load_checkpoint(
@@ -177,6 +288,8 @@ def load_checkpoint(
     header, content = read_header(path)
     check(header["state"])
     tensors = load(content)
+    shards = header["state"].get("shards", [])
+    tensors |= _load_shards(path.parent, shards, modules, optimizer)
     for part, module in modules.items():
         try:
             module.load_state_dict(_part(tensors, part))

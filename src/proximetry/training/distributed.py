@@ -2,7 +2,8 @@
 
 Every rank computes the loss of the whole batch from the gathered embeddings, so value and
 gradients do not depend on the number of ranks. Proxies are replicated; their gradients are equal on
-every rank and still averaged, so that rounding errors cannot accumulate.
+every rank and still averaged, so that rounding errors cannot accumulate. Sharded proxies
+(``loss.sharded``) and their optimizer state differ by rank.
 """
 
 import gc

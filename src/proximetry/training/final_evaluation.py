@@ -62,7 +62,9 @@ def evaluate_final(
     results["selected"] = {"epoch": state.epoch, **selected_scores.scores}
     results["last"] = {**results["selected"]}
     proxies = run.updater.objective.proxies
-    if proxies is not None and proxies.num_classes > 1:
+    if run.updater.objective.sharded_weight is not None:
+        results["notes"].append("separability of proxies not computed: they are sharded")
+    elif proxies is not None and proxies.num_classes > 1:
         results["last"]["proxies"] = separability(proxies.weight.detach()).scores()
     if state.best_epoch not in (None, state.epoch):
         run.world.barrier()

@@ -294,7 +294,8 @@ class Run:
             parameters = [p for module in self.modules().values() for p in module.parameters()]
             # A sum is finite only if every term is, so only one number is read from the device.
             sums = [parameter.detach().sum(dtype=torch.float64) for parameter in parameters]
-            if sums and not torch.isfinite(torch.stack(sums).sum()):
+            finite = not sums or bool(torch.isfinite(torch.stack(sums).sum()))
+            if self.world.any(not finite):  # sharded proxies differ by rank
                 problem = f"the weights are not finite after step {self.state.step}"
         if problem:
             last = self.folder.last

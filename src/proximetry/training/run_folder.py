@@ -58,6 +58,7 @@ _FILES = (
     "checkpoints/last.safetensors",
     "checkpoints/epoch-*.safetensors",
     "checkpoints/best.safetensors",
+    "checkpoints/shard-*.safetensors",
     "embedder/embedder.json",
     "embedder/embedder-*.safetensors",
     "tensorboard/events.out.tfevents.*",
@@ -151,6 +152,10 @@ class RunFolder:
     def epoch_checkpoint(self, epoch: int) -> Path:
         """Return the path of the kept checkpoint of an epoch."""
         return self.path / "checkpoints" / f"epoch-{epoch:04d}.safetensors"
+
+    def shard(self, step: int, rank: int, ranks: int) -> Path:
+        """Return the path of the sharded proxies of a rank after a step."""
+        return self.path / "checkpoints" / f"shard-{step:08d}-{rank}of{ranks}.safetensors"
 
     def checkpoints(self) -> list[Path]:
         """Return the existing checkpoints: the last, the best, kept epochs from the newest."""

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,8 @@ class Objective(nn.Module):
         elif pairs != config.name:
             self.loss = losses.PairLoss(pairs, dim=dim, **config.settings)  # type: ignore[arg-type]
         else:
-            self.loss = losses.create(config.name, n, dim, **config.settings)
+            with torch.device("meta") if config.sharded else nullcontext():
+                self.loss = losses.create(config.name, n, dim, **config.settings)
         # The parameters of a custom loss have the learning rate of proxies.
         self.uses_proxy_lr = custom_loss is not None and not isinstance(
             custom_loss, losses.ProxyLoss
@@ -66,6 +67,8 @@ class Objective(nn.Module):
                     f"{proxies.dim} dimensions, but the run has {n} training classes (without "
                     f"held-out ones; evaluation.protocol last has none) and {dim} dimensions"
                 )
+            if config.sharded:
+                proxies = losses.shard(self.loss).proxies
             proxies.names = list(class_names)
         self.proxies = proxies
         self.projected = config.optimization == "projected"
@@ -73,6 +76,7 @@ class Objective(nn.Module):
             ("exclusive", config.exclusive),
             ("angular_center", config.angular_center),
             ("optimization", self.projected),
+            ("sharded", config.sharded),
         ):
             if is_set and proxies is None:
                 raise RecipeError(f"loss.{key} needs proxies; loss {config.name} has none")
@@ -91,6 +95,11 @@ class Objective(nn.Module):
         if self.angular_center is not None and self.proxies is not None:
             total = total + self.angular_center(embeddings, labels, self.proxies)
         return total
+
+    @property
+    def sharded_weight(self) -> nn.Parameter | None:
+        """The proxies of this rank, if they are sharded."""
+        return self.proxies.weight if isinstance(self.proxies, losses.ShardedProxies) else None
 
     def after_step(self) -> None:
         """Project the proxies onto the unit sphere, if the recipe sets it."""
@@ -146,6 +155,8 @@ class Updater:
             world.device.type, enabled=recipe.training.precision == "float16"
         )
         self._training_network = TrainingNetwork(embedder, recipe, world.device, stage)
+        # A loss with sharded proxies gathers the batch.
+        self._gathers = world.size > 1 and objective.sharded_weight is None
         self.graph, self._on_graph_failure = graph, on_graph_failure
         self._frozen: bool | None = None
         self._buffers: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
@@ -211,7 +222,7 @@ class Updater:
         torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank))
         self.optimizer.zero_grad(set_to_none=True)
         count = self.recipe.training.accumulate
-        all_labels = gather_with_gradient(labels) if self.world.size > 1 else labels
+        all_labels = gather_with_gradient(labels) if self._gathers else labels
         if count == 1:
             loss = self._loss(self.network(pixels), all_labels, step)
         else:
@@ -226,13 +237,16 @@ class Updater:
                 chunk.backward(embeddings.grad[part])  # type: ignore[no-untyped-call]
         self.scaler.unscale_(self.optimizer)
         if self.world.size > 1:
-            average_gradients(self.objective.parameters(), self.world)
+            sharded = self.objective.sharded_weight
+            replicated = [p for p in self.objective.parameters() if p is not sharded]
+            average_gradients(replicated, self.world)
         return loss
 
     def _loss(self, embeddings: Tensor, labels: Tensor, step: int) -> Tensor:
         if self.world.size > 1:
             # All ranks compute the same loss, also one that draws random numbers.
             torch.manual_seed(derive_seed(self.recipe.training.seed, step))
+        if self._gathers:
             embeddings = gather_with_gradient(embeddings)
         loss: Tensor = self.objective(embeddings, labels)
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
