@@ -1,8 +1,10 @@
 """Compare losses with pytorch-metric-learning: time and memory of forward + backward.
 
 python -m benchmarks.losses [--repeats 9] [--only proxy_anchor] [--busy]
+python -m benchmarks.losses --device cuda [--only proxy_anchor]
 
-With `--busy` two other processes keep two cores busy meanwhile.
+With `--busy` two other processes keep two cores busy meanwhile. On a GPU the table is that of
+`benchmarks.losses_gpu`.
 """
 
 import argparse
@@ -17,6 +19,7 @@ from pytorch_metric_learning import losses as peer_losses
 from pytorch_metric_learning import regularizers as peer_regularizers
 from torch import Tensor, nn
 
+from benchmarks import losses_gpu
 from benchmarks.measure import Run, alternate, peak_memory, versions
 from proximetry import losses
 
@@ -121,9 +124,13 @@ def busy_cores(count: int) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, help="runs behind each median")
-    parser.add_argument("--only", choices=("proxy_anchor", "soft_triple", "regularface"))
+    parser.add_argument("--only", help="proxy_anchor, soft_triple or regularface; on a GPU any loss")
     parser.add_argument("--busy", action="store_true", help="keep two cores busy meanwhile")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        losses_gpu.print_table(arguments.only)
+        return
     print(f"batch {BATCH}, dim {DIM}, forward + backward; {versions()}")
     print("memory is beyond the parameters and their gradient; peer: pytorch-metric-learning\n")
     print("| | proximetry | peer | speed | memory | memory of the peer | ratio |")
