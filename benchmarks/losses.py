@@ -76,11 +76,16 @@ def regularizer(pair: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return value
 
 
-def step(case: Case, loss: nn.Module, x: Tensor, y: Tensor) -> Run:
+def step(
+    loss: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    call: Callable[[nn.Module, Tensor, Tensor], Tensor] = plain,
+) -> Run:
     def run() -> Tensor:
         x.grad = None
         loss.zero_grad(set_to_none=True)
-        value = case.call(loss, x, y)
+        value = call(loss, x, y)
         value.backward()  # type: ignore[no-untyped-call]
         return value.detach()
 
@@ -92,7 +97,7 @@ def measure(case: Case, repeats: int | None) -> str:
     classes = next(p for p in case.loss.parameters() if p.ndim == 3).shape[0]
     x = torch.randn(BATCH, DIM, requires_grad=True)
     y = torch.randint(0, classes, (BATCH,))
-    run_loss, run_peer = step(case, case.loss, x, y), step(case, case.peer, x, y)
+    run_loss, run_peer = (step(loss, x, y, case.call) for loss in (case.loss, case.peer))
     torch.testing.assert_close(run_loss(), run_peer(), rtol=1e-4, atol=1e-5)
     gradient = sum(p.numel() * p.element_size() for p in case.loss.parameters())
     memory = []
@@ -105,6 +110,25 @@ def measure(case: Case, repeats: int | None) -> str:
         f"| {case.name} | {seconds['loss'] * 1e3:.1f} ms | {seconds['peer'] * 1e3:.1f} ms | "
         f"{seconds['peer'] / seconds['loss']:.2f} × | {memory[0]:.1f} MiB | "
         f"{memory[1]:.1f} MiB | {memory[0] / max(memory[1], 1e-9):.3f} |"
+    )
+
+
+def measure_intra_class_term(repeats: int | None) -> str:
+    """Compare SoftTriple with its intra-class term (tau > 0) and without it."""
+    classes, per_class, batch = 11_318, 2, 32
+    torch.manual_seed(0)
+    x = torch.randn(batch, DIM, requires_grad=True)
+    y = torch.randint(0, classes, (batch,))
+    runs = {
+        f"tau = {tau}": step(losses.SoftTriple(classes, DIM, per_class, tau=tau), x, y)
+        for tau in (0.0, 0.2)
+    }
+    seconds = alternate(runs, repeats or 21)
+    without, with_term = seconds.values()
+    times = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in seconds.items())
+    return (
+        f"SoftTriple, {classes} classes × {per_class}, batch {batch}: {times}, "
+        f"ratio {with_term / without:.2f}"
     )
 
 
@@ -138,6 +162,8 @@ def main() -> None:
     with busy_cores(2 * arguments.busy):
         for case in cases(arguments.only):
             print(measure(case, arguments.repeats), flush=True)
+        if arguments.only in (None, "soft_triple"):
+            print(f"\n{measure_intra_class_term(arguments.repeats)}")
 
 
 if __name__ == "__main__":

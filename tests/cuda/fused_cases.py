@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from proximetry import losses
-from proximetry.losses import base
+from proximetry.losses import base, fused_batch
+from proximetry.losses import batch as torch_batch
 from proximetry.losses import fused as fused_module
 from tests.losses.cases import MULTI, NAMES
 
@@ -141,6 +142,52 @@ def test_frozen_inputs_factors_and_second_backward(name):
     torch.testing.assert_close(only_x, grad_x)
     with torch.no_grad():
         torch.testing.assert_close(loss(x, y), value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_normalize_equals_torch(has_weights, dtype):
+    x, y = batch(9, 5, 19)
+    scales = torch.logspace(-4, 4, 9, device=DEVICE) if dtype == torch.float16 else 10.0
+    x = (x * torch.as_tensor(scales, device=DEVICE).reshape(-1, 1)).to(dtype)
+    x[2], x[5], y[1] = 0.0, torch.nan, base.IGNORED
+    weights = torch.linspace(0.0, 2.0, 9, device=DEVICE) if has_weights else None
+    y[5] = base.IGNORED
+    slopes = torch.randn(9, 20, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    results = []
+    for module in (fused_batch, torch_batch):
+        leaf = x.clone().requires_grad_()
+        result = module.normalize(leaf, y, weights, torch.float32)
+        ((result.x * slopes[:, 1:]).sum() + (result.length * slopes[:, 0]).sum()).backward()
+        results.append((*result, leaf.grad))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_normalize_extreme_lengths():
+    x, y = batch(6, 5, 19)
+    x *= torch.tensor([1e-30, 1e-13, 1e-6, 1e6, 1e15, 1e30], device=DEVICE).unsqueeze(1)
+    ours, expected = (
+        module.normalize(x, y, None, torch.float32) for module in (fused_batch, torch_batch)
+    )
+    torch.testing.assert_close(ours[:2], expected[:2])
+
+
+def test_pull_equals_torch():
+    logit = 40 * torch.randn(37, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    _, labels = batch(37, 9, 4)
+    log_weights = torch.linspace(-3.0, 3.0, 37, device=DEVICE)
+    log_weights[4] = torch.finfo(torch.float32).min / 4
+    results = []
+    for module in (fused_batch, torch_batch):
+        leaf = logit.clone().requires_grad_()
+        total = module.pull(leaf, log_weights, labels, 9)
+        (first,) = torch.autograd.grad(total, leaf, retain_graph=True)
+        (slope,) = torch.autograd.grad(total, leaf, create_graph=True)
+        (second,) = torch.autograd.grad(slope.square().sum(), leaf)
+        results.append((total.detach(), first, second))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("name", ["proxy_anchor", "arcface"])

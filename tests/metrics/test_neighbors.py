@@ -156,6 +156,23 @@ def test_symmetric_search_on_several_threads(threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.usefixtures("small_tiles")
+def test_symmetric_search_multiplies_without_gradients(monkeypatch):
+    """With gradients enabled, `inner_products` cannot use oneDNN."""
+
+    modes = []
+
+    def multiply(left, right):
+        modes.append(torch.is_grad_enabled())
+        return inner_products(left, right)
+
+    monkeypatch.setattr(symmetric, "inner_products", multiply)
+    vectors = torch.randn(300, 8, generator=torch.Generator().manual_seed(0))
+    problem = self_task(vectors, torch.arange(300) % 40, "cosine")
+    search_symmetric(problem, torch.full((300,), 9), with_ranks=True)
+    assert set(modes) == {False}
+
+
 def new_thread(function):
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()

@@ -13,6 +13,7 @@ from torch import Tensor
 from proximetry._util.errors import suggest
 from proximetry._util.labels import as_labels
 from proximetry._util.tensors import l2_normalize
+from proximetry.losses.batch import Batch, Engine, normalize, pull
 from proximetry.losses.dense import (
     cosines,
     dense,
@@ -22,7 +23,7 @@ from proximetry.losses.dense import (
     reduce_proxies,
     weighted_mean,
 )
-from proximetry.losses.form import LossForm, Parts, Precision, Problem
+from proximetry.losses.form import LossForm, Precision, Problem
 from proximetry.losses.proxies import Init, Proxies
 from proximetry.losses.proxy_optimizers import ProxyOptimizer
 from proximetry.losses.sampling import sampled
@@ -44,7 +45,7 @@ Labels = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 """Class indices [B], or `IGNORED`."""
 Weights = Tensor | NDArray[np.floating[Any]] | Sequence[float]
 """Sample weights [B]."""
-Engine = Literal["auto", "dense", "streamed", "fused"]
+EngineName = Literal["auto", "dense", "streamed", "fused"]
 Reduction = Literal["mean", "sum", "none"]
 _reduction = one_of(*get_args(Reduction))
 
@@ -67,8 +68,8 @@ class ProxyLoss(ConfigurableModule):
 
     num_classes: InitVar[int] = setting(count, "number of classes C")
     dim: InitVar[int] = setting(count, "embedding dimension D")
-    engine: Engine = setting(
-        one_of(*get_args(Engine)),
+    engine: EngineName = setting(
+        one_of(*get_args(EngineName)),
         "how the loss is computed; the result is the same",
         default="auto",
         kw_only=True,
@@ -168,7 +169,6 @@ class ProxyLoss(ConfigurableModule):
             shard, embeddings, labels, weights = self.proxies.gather(embeddings, labels, weights)
         classes, dim = self.proxies.num_classes, self.proxies.dim
         labels = validate_batch(embeddings, labels, dim, classes if self.check_labels else None)
-        has_weights = weights is not None
         if weights is not None:
             weights = weights_tensor(embeddings, weights, self.check_labels)
         precision = self.precision
@@ -176,29 +176,24 @@ class ProxyLoss(ConfigurableModule):
             precision = "bf16"
         with torch.autocast(embeddings.device.type, enabled=False):
             proxies = self.proxies.weight
-            if weights is None:
-                weights = torch.ones_like(labels, dtype=proxies.dtype)
-            weights = weights.to(proxies.dtype).masked_fill(labels == IGNORED, 0.0)
-            # Zero ignored samples, so that NaN in them does not spread.
-            ignored = weights == 0
-            labels = labels.masked_fill(ignored, 0)
-            x, length = l2_normalize(
-                embeddings.to(proxies.dtype).masked_fill(ignored.unsqueeze(1), 0.0)
-            )
-            scale, offset = self.negative_logit(length)
+            engine = _ENGINES[self.choose_engine(len(embeddings))]()
+            batch = engine.normalize(embeddings, labels, weights, proxies.dtype)
+            scale, offset = self.negative_logit(batch.length)
             optimizer = self.proxy_optimizer if self.training else None
             problem = Problem(
-                x, proxies, labels, self.form, self.gamma, scale, offset, has_weights=has_weights,
-                needs_distance=self.tau > 0.0, ignore_above=self.ignore_above, precision=precision,
+                batch.x, proxies, batch.labels, self.form, self.gamma, scale, offset,
+                has_weights=weights is not None, needs_distance=self.tau > 0.0,
+                ignore_above=self.ignore_above, precision=precision,
                 update=None if optimizer is None else optimizer.update,
             )  # fmt: skip
-            solve = _ENGINES[self.choose_engine(len(x))]
             if self.training and self.sampled_negatives < 1.0:
-                solve = partial(sampled, solve, share=self.sampled_negatives, weights=weights)
+                share, solve = self.sampled_negatives, engine.solve
+                solve = partial(sampled, solve, share=share, weights=batch.weights)
+                engine = engine._replace(solve=solve)
             if shard is not None:
-                return shard.compute(self, solve, problem, (length, weights, reduction))
+                return shard.compute(self, engine, problem, batch, reduction)
             reduce = self._reduce_by_class if self.form.by == "class" else self._reduce_by_sample
-            loss, factor, distance = reduce(solve, problem, length, weights, reduction)
+            loss, factor, distance = reduce(engine, problem, batch, reduction)
             return loss if distance is None else loss + self.tau * distance * factor
 
     def choose_engine(self, batch_size: int) -> str:
@@ -212,18 +207,13 @@ class ProxyLoss(ConfigurableModule):
         return "streamed"
 
     def _reduce_by_sample(
-        self,
-        engine: Callable[[Problem], Parts],
-        problem: Problem,
-        length: Tensor,
-        weights: Tensor,
-        reduction: Reduction,
+        self, engine: Engine, problem: Problem, batch: Batch, reduction: Reduction
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the reduced loss, the same reduction of 1, and the intra-class distance."""
         smoothing, classes = self.label_smoothing, self.proxies.num_classes
-        parts = engine(replace(problem, needs_total=smoothing > 0.0))
-        positive = self.positive_logit(parts.positive, length)
-        terms = join_by_sample(self.form, positive, parts.negatives)
+        parts = engine.solve(replace(problem, needs_total=smoothing > 0.0))
+        positive = self.positive_logit(parts.positive, batch.length)
+        terms, weights = join_by_sample(self.form, positive, parts.negatives), batch.weights
         if parts.total is not None:
             others = problem.scale * (parts.total - parts.positive) + problem.offset * (classes - 1)
             terms = terms + smoothing * (positive - (positive + others) / classes)
@@ -236,31 +226,24 @@ class ProxyLoss(ConfigurableModule):
         return terms, weights, parts.distance
 
     def _reduce_by_class(
-        self,
-        engine: Callable[[Problem], Parts],
-        problem: Problem,
-        length: Tensor,
-        weights: Tensor,
-        reduction: Reduction,
+        self, engine: Engine, problem: Problem, batch: Batch, reduction: Reduction
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Reduce a class-wise loss; see `_reduce_by_sample`."""
-        x, labels, classes = problem.x, problem.labels, len(problem.proxies)
-        present = present_classes(labels, weights, classes)
+        labels, log_weights, classes = batch.labels, batch.log_weights, len(problem.proxies)
+        present = present_classes(labels, batch.weights, classes)
         present_count = present.sum()
         class_weight = self.negative_weight(present, classes, present_count)
-        # The exponential of an ignored sample is 0. With -inf the gradient of a sum over ignored
-        # samples only would be NaN.
-        log_weights = weights.log().clamp(min=torch.finfo(x.dtype).min / 4)
         per_class = reduction == "none"
         weight = None if per_class else class_weight
-        parts = engine(replace(problem, class_weight=weight, log_weights=log_weights))
-        logit = self.positive_logit(parts.positive, length) + log_weights
-        pull = pull_by_class(logit, labels, classes)
-        present_count, factor = present_count.clamp(min=1.0), present.amax()
+        parts = engine.solve(replace(problem, class_weight=weight, log_weights=log_weights))
+        logit = self.positive_logit(parts.positive, batch.length)
+        present_count, factor = present_count.clamp(min=1.0), present_count.clamp(max=1.0)
         if per_class:
-            terms = classes * (pull / present_count + class_weight * parts.negatives)
+            terms = pull_by_class(logit + log_weights, labels, classes) / present_count
+            terms = classes * (terms + class_weight * parts.negatives)
             return terms, factor, parts.distance
-        mean = pull.sum() / present_count + parts.negatives
+        pull = engine.pull(logit, log_weights, labels, classes)
+        mean = pull / present_count + parts.negatives
         if reduction == "sum":
             mean, factor = mean * classes, factor * classes
         return mean, factor, parts.distance
@@ -273,17 +256,16 @@ class ProxyLoss(ConfigurableModule):
             return reduce_proxies(s, self.form.similarity, self.gamma)
 
 
-def _fused(problem: Problem) -> Parts:
-    from proximetry.losses.fused import fused  # needs Triton
+def _fused_engine() -> Engine:
+    from proximetry.losses import fused, fused_batch  # need Triton
 
-    parts: Parts = fused(problem)
-    return parts
+    return Engine(fused.fused, fused_batch.normalize, fused_batch.pull)
 
 
-_ENGINES: dict[str, Callable[[Problem], Parts]] = {
-    "dense": dense,
-    "streamed": streamed,
-    "fused": _fused,
+_ENGINES: dict[str, Callable[[], Engine]] = {
+    "dense": partial(Engine, dense, normalize, pull),
+    "streamed": partial(Engine, streamed, normalize, pull),
+    "fused": _fused_engine,
 }
 
 

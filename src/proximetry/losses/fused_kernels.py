@@ -4,10 +4,10 @@ Products use bf16 matrix units. A number is stored as PARTS bf16 numbers that ad
 product is the sum of the products of the parts: 1 part has the accuracy of bf16, 2 parts (three
 products) more than that of TF32, 3 parts (six products) that of float32.
 
-Arrays of a chunk: `x` [PARTS, batch, dim] has the unit embeddings, `w` [PARTS, rows, dim] the unit
-proxies, `g` [PARTS, rows, batch] the gradient of each cosine. A row is a proxy, class · K + k.
-Batch and dim are padded with zeros to multiples of the tiles, so that loops need no masks. In a
-tile each class has KP ≥ K rows, a power of two.
+Arrays of a chunk: `x` [PARTS, PB, PD] has the unit embeddings, `w` [PARTS, capacity · K, PD] the
+unit proxies, `g` [PARTS, capacity · K, PB] the gradient of each cosine. A row is a proxy,
+class · K + k. PB and PD are batch and DIM, padded with zeros to multiples of the tiles, so that
+loops need no masks. In a tile each class has KP ≥ K rows, a power of two.
 """
 
 import os
@@ -19,8 +19,8 @@ import triton.language as tl
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 #: How the K proxies of a class give its similarity.
 AGGREGATIONS = {"single": 0, "mean": 0, "soft": 1, "max": 2}
-#: Arguments that change from chunk to chunk.
-_CHUNK = ["first", "count", "rows"]
+#: Kernels are not compiled for values of these arguments: see `fused.launcher`.
+_INTEGERS = ["first", "count", "rows", "batch", "classes", "capacity", "splits", "n"]
 
 
 @triton.jit
@@ -49,20 +49,26 @@ def _load(pointer, mask, MASKED: tl.constexpr):
 def _multiply(
     acc, a, b, a_part, b_part, a_mask, b_mask, PARTS: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Return acc + a @ b, for pointers to the first parts; masks count only if MASKED."""
+    """Return acc + a @ b, for pointers to the first parts; masks count only if MASKED.
+
+    Matrix units truncate their sums. With three parts they add few numbers, and the sum is rounded.
+    """
     a0, b0 = _load(a, a_mask, MASKED), _load(b, b_mask, MASKED)
-    acc = tl.dot(a0, b0, acc)
-    if PARTS > 1:
-        a1, b1 = _load(a + a_part, a_mask, MASKED), _load(b + b_part, b_mask, MASKED)
-        acc = tl.dot(a0, b1, acc)
+    if PARTS == 1:
+        return tl.dot(a0, b0, acc)
+    a1, b1 = _load(a + a_part, a_mask, MASKED), _load(b + b_part, b_mask, MASKED)
+    if PARTS == 2:
         acc = tl.dot(a1, b0, acc)
-        if PARTS > 2:
-            a2 = _load(a + 2 * a_part, a_mask, MASKED)
-            b2 = _load(b + 2 * b_part, b_mask, MASKED)
-            acc = tl.dot(a1, b1, acc)
-            acc = tl.dot(a0, b2, acc)
-            acc = tl.dot(a2, b0, acc)
-    return acc
+        acc = tl.dot(a0, b1, acc)
+        return tl.dot(a0, b0, acc)
+    a2 = _load(a + 2 * a_part, a_mask, MASKED)
+    b2 = _load(b + 2 * b_part, b_mask, MASKED)
+    product = tl.dot(a2, b0)
+    product = tl.dot(a0, b2, product)
+    product = tl.dot(a1, b1, product)
+    product = tl.dot(a1, b0, product)
+    product = tl.dot(a0, b1, product)
+    return acc + tl.dot(a0, b0, product)
 
 
 @triton.jit
@@ -94,9 +100,9 @@ def _aggregate(s, valid, gamma, K: tl.constexpr, AGGREGATION: tl.constexpr):
 
 @triton.jit
 def _similarities(
-    x, w, tile, sample, count, dim, x_part, w_part, gamma,
+    x, w, tile, sample, count, capacity, gamma,
     K: tl.constexpr, KP: tl.constexpr, AGGREGATION: tl.constexpr, PARTS: tl.constexpr,
-    BR: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
+    PB: tl.constexpr, PD: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Return the cosines s [BR, BB] of a tile, S [BR / KP, BB], and the derivatives dS/ds."""
     BC: tl.constexpr = BR // KP
@@ -104,11 +110,11 @@ def _similarities(
     row = (tile * BC + r // KP) * K + tl.minimum(r % KP, K - 1)
     row = tl.minimum(row, count * K - 1)
     d = tl.arange(0, BD)
-    a = w + row[:, None] * dim + d[None, :]
-    b = x + sample[None, :] * dim + d[:, None]
+    a = w + row[:, None] * PD + d[None, :]
+    b = x + sample[None, :] * PD + d[:, None]
     s = tl.zeros((BR, BB), tl.float32)
-    for start in range(0, dim, BD):
-        s = _multiply(s, a + start, b + start, w_part, x_part, 0, 0, PARTS, False)
+    for start in range(0, PD, BD):
+        s = _multiply(s, a + start, b + start, capacity * K * PD, PB * PD, 0, 0, PARTS, False)
     if K == 1:
         S, slope = s, s
     else:
@@ -139,33 +145,28 @@ def _negative_logits(
 
 
 @triton.jit
-def _load_proxies(weight, row, mask, d, dim):
+def _load_proxies(weight, row, mask, d, DIM: tl.constexpr):
     """Return the proxies [.., .., BD] of some rows, 0 outside of the mask."""
-    inside = mask[:, :, None] & (d < dim)[None, None, :]
+    inside = mask[:, :, None] & (d < DIM)[None, None, :]
     return tl.load(
-        weight + row.to(tl.int64)[:, :, None] * dim + d[None, None, :], mask=inside, other=0.0
+        weight + row.to(tl.int64)[:, :, None] * DIM + d[None, None, :], mask=inside, other=0.0
     )
 
 
 @triton.jit
 def _products(
-    weight, class_, row, mask, count, dim,
-    K: tl.constexpr, KP: tl.constexpr, GRAM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+    value, weight, class_, count, d,
+    K: tl.constexpr, KP: tl.constexpr, DIM: tl.constexpr, GRAM: tl.constexpr,
 ):  # fmt: skip
-    """Return the squared lengths [BC, KP] and the Gram matrices [BC, KP, KP] of the proxies."""
-    squares = tl.zeros((BC, KP), tl.float32)
-    gram = tl.zeros((BC, KP, KP), tl.float32)
-    for start in range(0, dim, BD):
-        d = start + tl.arange(0, BD)
-        value = _load_proxies(weight, row, mask, d, dim)
-        squares += tl.sum(value * value, 2)
-        if GRAM:
-            for s in range(K):
-                other = _load_proxies(
-                    weight, class_[:, None] * K + s, (class_ < count)[:, None], d, dim
-                )
-                column = tl.sum(value * other, 2)
-                gram += column[:, :, None] * (tl.arange(0, KP) == s).to(tl.float32)[None, None, :]
+    """Return the part of the dimensions d in squared lengths and Gram matrices of the proxies."""
+    squares = tl.sum(value * value, 2)
+    gram = tl.zeros((value.shape[0], KP, KP), tl.float32)
+    if GRAM:
+        for s in range(K):
+            row, mask = class_[:, None] * K + s, (class_ < count)[:, None]
+            other = _load_proxies(weight, row, mask, d, DIM)
+            column = tl.sum(value * other, 2)
+            gram += column[:, :, None] * (tl.arange(0, KP) == s).to(tl.float32)[None, None, :]
     return squares, gram
 
 
@@ -179,27 +180,35 @@ def _pair_distances(gram, inverse, K: tl.constexpr, KP: tl.constexpr):
     return pairs, tl.sqrt(tl.where(squares < 1e-6, 1e-6, squares)), cosine
 
 
-@triton.jit(do_not_specialize=_CHUNK)
+@triton.jit(do_not_specialize=_INTEGERS)
 def prepare(
-    weight, w, inverses, distances, first, count, dim, padded_dim, w_part,
-    K: tl.constexpr, KP: tl.constexpr, PARTS: tl.constexpr, DISTANCES: tl.constexpr,
-    BC: tl.constexpr, BD: tl.constexpr,
+    weight, w, inverses, distances, first, count, capacity,
+    K: tl.constexpr, KP: tl.constexpr, DIM: tl.constexpr, PD: tl.constexpr, PARTS: tl.constexpr,
+    DISTANCES: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Normalize the proxies of a chunk; sum the distances of the proxies of each class."""
     class_ = tl.program_id(0) * BC + tl.arange(0, BC)
     k = tl.arange(0, KP)
     row = class_[:, None] * K + k[None, :]
     mask = (class_ < count)[:, None] & (k < K)[None, :]
-    weight += first.to(tl.int64) * K * dim
-    squares, gram = _products(weight, class_, row, mask, count, dim, K, KP, DISTANCES, BC, BD)
+    weight += first.to(tl.int64) * K * DIM
+    d = tl.arange(0, BD)
+    value = _load_proxies(weight, row, mask, d, DIM)  # often all dimensions
+    squares, gram = _products(value, weight, class_, count, d, K, KP, DIM, DISTANCES)
+    for start in range(BD, DIM, BD):
+        other = _load_proxies(weight, row, mask, start + d, DIM)
+        more, products = _products(other, weight, class_, count, start + d, K, KP, DIM, DISTANCES)
+        squares += more
+        gram += products
     inverse = _inverse(squares)
     tl.store(inverses + row, inverse, mask=mask)
-    for start in range(0, padded_dim, BD):
-        d = start + tl.arange(0, BD)
-        unit = _load_proxies(weight, row, mask, d, dim) * inverse[:, :, None]
-        inside = mask[:, :, None] & (d < padded_dim)[None, None, :]
-        target = w + row[:, :, None] * padded_dim + d[None, None, :]
-        _store_parts(target, unit, inside, w_part, PARTS)
+    part, target = capacity * K * PD, w + row[:, :, None] * PD + d[None, None, :]
+    inside = mask[:, :, None] & (d < PD)[None, None, :]
+    _store_parts(target, value * inverse[:, :, None], inside, part, PARTS)
+    for start in range(BD, PD, BD):
+        unit = _load_proxies(weight, row, mask, start + d, DIM) * inverse[:, :, None]
+        inside = mask[:, :, None] & (start + d < PD)[None, None, :]
+        _store_parts(target + start, unit, inside, part, PARTS)
     if DISTANCES:
         pairs, distance, _ = _pair_distances(gram, inverse, K, KP)
         total = tl.sum(tl.sum(tl.where(pairs != 0.0, distance, 0.0), 2), 1) * 0.5
@@ -207,9 +216,24 @@ def prepare(
 
 
 @triton.jit
+def _change_of_pairs(
+    value, weight, class_, count, d, own, others,
+    K: tl.constexpr, KP: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Return own_t · w_t − Σ_s others_ts · w_s for the dimensions d."""
+    change = own[:, :, None] * value
+    for s in range(K):
+        row, mask = class_[:, None] * K + s, (class_ < count)[:, None]
+        is_s = (tl.arange(0, KP) == s)[None, None, :]
+        share = tl.sum(tl.where(is_s, others, 0.0), 2)
+        change -= share[:, :, None] * _load_proxies(weight, row, mask, d, DIM)
+    return change
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
 def add_pair_gradients(
-    weight, gradient, slope, factor, count, dim,
-    K: tl.constexpr, KP: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+    weight, gradient, slope, factor, count,
+    K: tl.constexpr, KP: tl.constexpr, DIM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Add slope · factor times the gradient of the sum of the distances (see `prepare`).
 
@@ -219,32 +243,38 @@ def add_pair_gradients(
     k = tl.arange(0, KP)
     row = class_[:, None] * K + k[None, :]
     mask = (class_ < count)[:, None] & (k < K)[None, :]
-    squares, gram = _products(weight, class_, row, mask, count, dim, K, KP, True, BC, BD)
+    d = tl.arange(0, BD)
+    value = _load_proxies(weight, row, mask, d, DIM)  # often all dimensions
+    squares, gram = _products(value, weight, class_, count, d, K, KP, DIM, True)
+    for start in range(BD, DIM, BD):
+        other = _load_proxies(weight, row, mask, start + d, DIM)
+        more, products = _products(other, weight, class_, count, start + d, K, KP, DIM, True)
+        squares += more
+        gram += products
     inverse = _inverse(squares)
     pairs, distance, cosine = _pair_distances(gram, inverse, K, KP)
     near = tl.where(pairs != 0.0, 1.0 / distance, 0.0)
     slope = tl.load(slope) * factor
     own = tl.sum(cosine * near, 2) * inverse * inverse * slope  # [BC, KP]
     others = near * inverse[:, :, None] * inverse[:, None, :] * slope
-    for start in range(0, dim, BD):
-        d = start + tl.arange(0, BD)
-        change = own[:, :, None] * _load_proxies(weight, row, mask, d, dim)
-        for s in range(K):
-            other = _load_proxies(
-                weight, class_[:, None] * K + s, (class_ < count)[:, None], d, dim
-            )
-            is_s = (tl.arange(0, KP) == s)[None, None, :]
-            change -= tl.sum(tl.where(is_s, others, 0.0), 2)[:, :, None] * other
-        target = gradient + row.to(tl.int64)[:, :, None] * dim + d[None, None, :]
-        inside = mask[:, :, None] & (d < dim)[None, None, :]
-        tl.store(target, tl.load(target, mask=inside, other=0.0) + change, mask=inside)
+    target = gradient + row.to(tl.int64)[:, :, None] * DIM + d[None, None, :]
+    inside = mask[:, :, None] & (d < DIM)[None, None, :]
+    change = _change_of_pairs(value, weight, class_, count, d, own, others, K, KP, DIM)
+    tl.store(target, tl.load(target, mask=inside, other=0.0) + change, mask=inside)
+    for start in range(BD, DIM, BD):
+        value = _load_proxies(weight, row, mask, start + d, DIM)
+        inside = mask[:, :, None] & (start + d < DIM)[None, None, :]
+        change = _change_of_pairs(value, weight, class_, count, start + d, own, others, K, KP, DIM)
+        old = tl.load(target + start, mask=inside, other=0.0)
+        tl.store(target + start, old + change, mask=inside)
 
 
-@triton.jit(do_not_specialize=_CHUNK)
+@triton.jit(do_not_specialize=_INTEGERS)
 def log_sums(
     x, w, labels, scales, peaks, sums, totals, scale, offset, ignore_above, gamma,
-    first, count, batch, padded_batch, dim, x_part, w_part,
+    first, count, batch, capacity,
     K: tl.constexpr, KP: tl.constexpr, AGGREGATION: tl.constexpr, PARTS: tl.constexpr,
+    PB: tl.constexpr, PD: tl.constexpr,
     SCALES: tl.constexpr, LIMIT: tl.constexpr, TOTAL: tl.constexpr,
     BR: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -255,14 +285,14 @@ def log_sums(
     """
     BC: tl.constexpr = BR // KP
     sample = tl.program_id(0) * BB + tl.arange(0, BB)
-    slot = tl.program_id(1) * padded_batch + sample
+    slot = tl.program_id(1) * PB + sample
     peak, total = tl.load(peaks + slot), tl.load(sums + slot)
     if TOTAL:
         similarity = tl.load(totals + slot)
     for tile in range(tl.program_id(1), tl.cdiv(count, BC), tl.num_programs(1)):
         _, S, _ = _similarities(
-            x, w, tile, sample, count, dim, x_part, w_part, gamma,
-            K, KP, AGGREGATION, PARTS, BR, BB, BD,
+            x, w, tile, sample, count, capacity, gamma,
+            K, KP, AGGREGATION, PARTS, PB, PD, BR, BB, BD,
         )  # fmt: skip
         z, _, inside = _negative_logits(
             S, tile, sample, labels, labels, scales, scale, offset, ignore_above,
@@ -279,28 +309,29 @@ def log_sums(
         tl.store(totals + slot, similarity)
 
 
-@triton.jit(do_not_specialize=_CHUNK)
+@triton.jit(do_not_specialize=_INTEGERS)
 def entries(
     x, w, labels, log_weights, scales, shifts, lse, slopes, total_slopes,
     g, sums, radial, scale_slopes, scale, offset, ignore_above, gamma,
-    first, count, batch, padded_batch, dim, x_part, w_part, g_part, capacity,
+    first, count, batch, capacity,
     K: tl.constexpr, KP: tl.constexpr, AGGREGATION: tl.constexpr, PARTS: tl.constexpr,
+    PB: tl.constexpr, PD: tl.constexpr,
     BY_CLASS: tl.constexpr, LOG_WEIGHTS: tl.constexpr, SHIFTS: tl.constexpr, PEAKS: tl.constexpr,
     SCALES: tl.constexpr, LIMIT: tl.constexpr, TOTAL: tl.constexpr, GRADIENT: tl.constexpr,
     BR: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of entries e^z, and the gradients of the cosines.
 
-    By class: `sums` [batch tiles, classes] receives Σ e^(z − shift) over the samples of a tile, or
-    with PEAKS the largest z. By sample: e is e^(z − lse) · slope. `radial` [batch tiles, rows]
+    By class: `sums` [PB / BB, capacity] receives Σ e^(z − shift) over the samples of a tile, or
+    with PEAKS the largest z. By sample: e is e^(z − lse) · slope. `radial` [PB / BB, capacity · K]
     receives Σ g · cos, which the gradient of a proxy needs.
     """
     BC: tl.constexpr = BR // KP
-    tile, block = tl.program_id(0), tl.program_id(1)
+    block, tile = tl.program_id(0), tl.program_id(1)
     sample = block * BB + tl.arange(0, BB)
     class_ = tile * BC + tl.arange(0, BC)
     s, S, slope = _similarities(
-        x, w, tile, sample, count, dim, x_part, w_part, gamma, K, KP, AGGREGATION, PARTS, BR, BB, BD
+        x, w, tile, sample, count, capacity, gamma, K, KP, AGGREGATION, PARTS, PB, PD, BR, BB, BD
     )
     z, factor, inside = _negative_logits(
         S, tile, sample, labels, log_weights, scales, scale, offset, ignore_above,
@@ -320,7 +351,7 @@ def entries(
             e = tl.exp(z - level[None, :])
             e *= tl.load(slopes + sample, mask=sample < batch, other=0.0)[None, :]
             if SCALES:
-                tl.store(scale_slopes + tile * padded_batch + sample, tl.sum(e * S, 0))
+                tl.store(scale_slopes + tile * PB + sample, tl.sum(e * S, 0))
         if GRADIENT:
             gradient = e * factor
             if TOTAL:
@@ -332,8 +363,8 @@ def entries(
             row = (tile * BC + r // KP) * K + r % KP
             valid = (r % KP < K) & (tile * BC + r // KP < count)
             tl.store(radial + block * capacity * K + row, tl.sum(gradient * s, 1), mask=valid)
-            target = g + row[:, None] * padded_batch + sample[None, :]
-            _store_parts(target, gradient, valid[:, None], g_part, PARTS)
+            target = g + row[:, None] * PB + sample[None, :]
+            _store_parts(target, gradient, valid[:, None], capacity * K * PB, PARTS)
 
 
 @triton.jit
@@ -343,11 +374,12 @@ def _log1p(value):
     return tl.where(rounded == 1.0, value, tl.log(rounded) * (value / (rounded - 1.0)))
 
 
-@triton.jit(do_not_specialize=_CHUNK)
+@triton.jit(do_not_specialize=_INTEGERS)
 def class_terms(
-    sums, shifts, weights, weight, terms, factors, w, first, count, blocks, dim, w_part, capacity,
-    K: tl.constexpr, PARTS: tl.constexpr, SHIFTS: tl.constexpr, WEIGHTS: tl.constexpr,
-    TERMS: tl.constexpr, GRADIENT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    sums, shifts, weights, weight, terms, factors, w, first, count, capacity,
+    K: tl.constexpr, PD: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
+    SHIFTS: tl.constexpr, WEIGHTS: tl.constexpr, TERMS: tl.constexpr, GRADIENT: tl.constexpr,
+    BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute log(1 + Σ e^z) of each class, weighted; multiply its proxies by the derivative.
 
@@ -357,7 +389,7 @@ def class_terms(
     class_ = row // K
     mask = class_ < count
     total = tl.zeros((BR,), tl.float32)
-    for block in range(blocks):
+    for block in range(BLOCKS):
         total += tl.load(sums + block * capacity + class_, mask=mask, other=0.0)
     shift = tl.zeros((BR,), tl.float32)
     if SHIFTS:
@@ -372,77 +404,81 @@ def class_terms(
     if GRADIENT:
         factor /= total + tl.exp(-shift)
         tl.store(factors + row, factor, mask=mask)
-        for start in range(0, dim, BD):
+        for start in range(0, PD, BD):
             d = start + tl.arange(0, BD)
-            inside = mask[:, None] & (d < dim)[None, :]
-            target = w + row[:, None] * dim + d[None, :]
-            value = _load_parts(target, inside, w_part, PARTS) * factor[:, None]
-            _store_parts(target, value, inside, w_part, PARTS)
+            inside = mask[:, None] & (d < PD)[None, :]
+            target = w + row[:, None] * PD + d[None, :]
+            value = _load_parts(target, inside, capacity * K * PD, PARTS) * factor[:, None]
+            _store_parts(target, value, inside, capacity * K * PD, PARTS)
 
 
-@triton.jit(do_not_specialize=_CHUNK)
+@triton.jit(do_not_specialize=_INTEGERS)
 def embedding_gradients(
-    g, w, out, rows, padded_batch, padded_dim, g_part, w_part,
-    PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    g, w, out, first, rows, capacity, splits,
+    K: tl.constexpr, PB: tl.constexpr, PD: tl.constexpr, PARTS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Add gᵀ w over the rows of a chunk to `out` [splits, batch, dim]."""
-    split = tl.program_id(2)
-    b = tl.program_id(0) * BM + tl.arange(0, BM)
-    d = tl.program_id(1) * BN + tl.arange(0, BN)
-    target = out + split * padded_batch * padded_dim + b[:, None] * padded_dim + d[None, :]
-    acc = tl.load(target)
-    for start in range(split * BK, rows, tl.num_programs(2) * BK):
+    """Add gᵀ w over the rows of a chunk to `out` [splits, PB, PD], which the first chunk fills."""
+    tile = tl.program_id(0)
+    b = tile % (PB // BM) * BM + tl.arange(0, BM)
+    d = tile // (PB // BM) * BN + tl.arange(0, BN)
+    split = tl.program_id(1)
+    target = out + split * PB * PD + b[:, None] * PD + d[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    if first > 0:
+        acc = tl.load(target)
+    for start in range(split * BK, rows, splits * BK):
         row = start + tl.arange(0, BK)
         mask = row < rows
-        left = g + row[None, :] * padded_batch + b[:, None]
-        right = w + row[:, None] * padded_dim + d[None, :]
-        acc = _multiply(acc, left, right, g_part, w_part, mask[None, :], mask[:, None], PARTS, True)
+        left = g + row[None, :] * PB + b[:, None]
+        right = w + row[:, None] * PD + d[None, :]
+        acc = _multiply(
+            acc, left, right, capacity * K * PB, capacity * K * PD, mask[None, :], mask[:, None],
+            PARTS, True,
+        )  # fmt: skip
     tl.store(target, acc)
 
 
-@triton.jit(do_not_specialize=_CHUNK)
+@triton.jit(do_not_specialize=_INTEGERS)
 def proxy_gradients(
-    g, x, w, inverses, factors, radial, out, rows, first, padded_batch, dim, padded_dim,
-    g_part, x_part, w_part, capacity, blocks,
+    g, x, w, inverses, factors, radial, out, rows, first, capacity,
+    K: tl.constexpr, DIM: tl.constexpr, PB: tl.constexpr, PD: tl.constexpr, BLOCKS: tl.constexpr,
     PARTS: tl.constexpr, FACTORS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of the proxies of a chunk: (g x − radial · ŵ) · factor / ‖w‖."""
-    row = tl.program_id(0) * BM + tl.arange(0, BM)
-    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    row = tl.program_id(1) * BM + tl.arange(0, BM)
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
     clamped = tl.minimum(row, rows - 1)
     k = tl.arange(0, BK)
-    left = g + clamped[:, None] * padded_batch + k[None, :]
-    right = x + k[:, None] * padded_dim + column[None, :]
+    left = g + clamped[:, None] * PB + k[None, :]
+    right = x + k[:, None] * PD + column[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, padded_batch, BK):
+    for start in range(0, PB, BK):
         acc = _multiply(
-            acc, left + start, right + start * padded_dim, g_part, x_part, 0, 0, PARTS, False
+            acc, left + start, right + start * PD, capacity * K * PB, PB * PD, 0, 0, PARTS, False
         )
     inverse = tl.load(inverses + clamped)
     length = tl.zeros((BM,), tl.float32)
-    for block in range(blocks):
-        length += tl.load(radial + block * capacity + clamped)
+    for block in range(BLOCKS):
+        length += tl.load(radial + block * capacity * K + clamped)
     unit = _load_parts(
-        w + clamped[:, None] * padded_dim + column[None, :],
-        (column < padded_dim)[None, :],
-        w_part,
+        w + clamped[:, None] * PD + column[None, :], (column < PD)[None, :], capacity * K * PD,
         PARTS,
-    )
+    )  # fmt: skip
     # The unit proxies of class-wise losses are multiplied by the factor already.
     if FACTORS:
         acc *= tl.load(factors + clamped)[:, None]
     acc -= length[:, None] * unit
-    target = out + (first.to(tl.int64) + row)[:, None] * dim + column[None, :]
-    tl.store(target, acc * inverse[:, None], mask=(row < rows)[:, None] & (column < dim)[None, :])
+    target = out + (first.to(tl.int64) + row)[:, None] * DIM + column[None, :]
+    tl.store(target, acc * inverse[:, None], mask=(row < rows)[:, None] & (column < DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_INTEGERS)
 def positives(
-    x, weight, labels, S_out, cosines, slopes, x_parts, gamma,
-    batch, classes, dim, padded_dim, x_part,
+    x, weight, labels, S_out, cosines, slopes, x_parts, gamma, batch, classes,
     K: tl.constexpr, KP: tl.constexpr, AGGREGATION: tl.constexpr, PARTS: tl.constexpr,
-    BD: tl.constexpr,
+    DIM: tl.constexpr, PB: tl.constexpr, PD: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute each sample's similarity to its class, its derivatives, and the parts of x."""
     sample = tl.program_id(0)
@@ -452,12 +488,12 @@ def positives(
     k = tl.arange(0, KP)
     row = tl.where(is_here, label, 0) * K + k
     squares, products = tl.zeros((KP,), tl.float32), tl.zeros((KP,), tl.float32)
-    for start in range(0, padded_dim, BD):
+    for start in range(0, PD, BD):
         d = start + tl.arange(0, BD)
-        value = tl.load(x + sample * dim + d, mask=is_sample & (d < dim), other=0.0)
-        _store_parts(x_parts + sample * padded_dim + d, value, d < padded_dim, x_part, PARTS)
-        inside = is_here & (k < K)[:, None] & (d < dim)[None, :]
-        w = tl.load(weight + row[:, None] * dim + d[None, :], mask=inside, other=0.0)
+        value = tl.load(x + sample * DIM + d, mask=is_sample & (d < DIM), other=0.0)
+        _store_parts(x_parts + sample * PD + d, value, d < PD, PB * PD, PARTS)
+        inside = is_here & (k < K)[:, None] & (d < DIM)[None, :]
+        w = tl.load(weight + row[:, None] * DIM + d[None, :], mask=inside, other=0.0)
         squares += tl.sum(w * w, 1)
         products += tl.sum(w * value[None, :], 1)
     s = products * _inverse(squares)
@@ -468,16 +504,39 @@ def positives(
         mask=is_sample,
     )
     tl.store(cosines + sample * K + k, s, mask=is_sample & (k < K))
-    tl.store(slopes + sample * K + k, tl.reshape(slope, (KP,)), mask=is_here & (k < K))
+    slope = tl.where(is_here, tl.reshape(slope, (KP,)), 0.0)
+    tl.store(slopes + sample * K + k, slope, mask=is_sample & (k < K))
 
 
-@triton.jit
-def add_positive_gradients(
-    x, weight, labels, cosines, slopes, grad, dx, dw, batch, classes, dim,
-    K: tl.constexpr, KP: tl.constexpr, X: tl.constexpr, W: tl.constexpr,
-    BB: tl.constexpr, BD: tl.constexpr,
+@triton.jit(do_not_specialize=_INTEGERS)
+def complete_embeddings(
+    partial, factor, weight, labels, slopes, grad, out, batch, classes, splits,
+    K: tl.constexpr, DIM: tl.constexpr, PB: tl.constexpr, PD: tl.constexpr, FACTOR: tl.constexpr,
+    BD: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of the similarities of the samples to their classes.
+    """Write the gradients of the embeddings: factor · Σ partial + grad · dS/dx of the own class."""
+    sample = tl.program_id(0)
+    d = tl.arange(0, BD)
+    total = tl.zeros((BD,), tl.float32)
+    for split in range(splits):
+        total += tl.load(partial + (split * PB + sample) * PD + d, mask=d < DIM, other=0.0)
+    if FACTOR:
+        total *= tl.load(factor)
+    label = tl.load(labels + sample)
+    is_here = (label >= 0) & (label < classes)
+    pull = tl.zeros((BD,), tl.float32)
+    for k in range(K):
+        w = tl.load(weight + (label * K + k) * DIM + d, mask=is_here & (d < DIM), other=0.0)
+        pull += w * (_inverse(tl.sum(w * w, 0)) * tl.load(slopes + sample * K + k))
+    tl.store(out + sample * DIM + d, total + pull * tl.load(grad + sample), mask=d < DIM)
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
+def add_positive_gradients(
+    x, weight, labels, cosines, slopes, grad, dw, first, batch, classes,
+    K: tl.constexpr, KP: tl.constexpr, DIM: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Add the gradients of the similarities of the samples to the proxies of classes from first.
 
     The first sample of a class adds the gradient of its proxies for all samples of the class.
     """
@@ -485,28 +544,21 @@ def add_positive_gradients(
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     k = tl.arange(0, KP)
     label = tl.load(labels + sample)
-    is_here = (label >= 0) & (label < classes)
-    source = weight + (tl.where(is_here, label, 0) * K + k)[:, None] * dim
-    mask = is_here & (k < K)[:, None]
-    squares = tl.zeros((KP,), tl.float32)
-    for start in range(0, dim, BD):
-        column = (start + tl.arange(0, BD))[None, :]
-        value = tl.load(source + column, mask=mask & (column < dim), other=0.0)
-        squares += tl.sum(value * value, 1)
-    inverse = _inverse(squares)
-    inside = mask & (d < dim)[None, :]
-    unit = tl.load(source + d[None, :], mask=inside, other=0.0) * inverse[:, None]
-    if X:
-        share = tl.load(slopes + sample * K + k, mask=is_here & (k < K), other=0.0)
-        pull = tl.sum(unit * share[:, None], 0) * tl.load(grad + sample)
-        row = dx + sample * dim + d
-        tl.store(row, tl.load(row, mask=d < dim, other=0.0) + pull, mask=is_here & (d < dim))
-    if W:
+    if (label >= first) & (label < first + classes):
         earlier = tl.zeros((BB,), tl.int32)
         for start in range(0, sample, BB):
             i = start + tl.arange(0, BB)
             earlier += (tl.load(labels + i, mask=i < sample, other=-1) == label).to(tl.int32)
-        if is_here & (tl.sum(earlier, 0) == 0):
+        if tl.sum(earlier, 0) == 0:
+            source = weight + (label * K + k)[:, None] * DIM
+            squares = tl.zeros((KP,), tl.float32)
+            for start in range(0, DIM, BD):
+                column = (start + tl.arange(0, BD))[None, :]
+                value = tl.load(source + column, mask=(k < K)[:, None] & (column < DIM), other=0.0)
+                squares += tl.sum(value * value, 1)
+            inverse = _inverse(squares)
+            inside = (k < K)[:, None] & (d < DIM)[None, :]
+            unit = tl.load(source + d[None, :], mask=inside, other=0.0) * inverse[:, None]
             total = tl.zeros((KP, BD), tl.float32)
             radial = tl.zeros((KP,), tl.float32)
             for start in range(sample, batch, BB):
@@ -518,15 +570,15 @@ def add_positive_gradients(
                     slope = tl.load(slopes + entry, mask=both, other=0.0)
                     slope *= tl.load(grad + i, mask=same, other=0.0)[:, None]
                     radial += tl.sum(slope * tl.load(cosines + entry, mask=both, other=0.0), 0)
-                    rows = x + i[:, None] * dim + d[None, :]
-                    value = tl.load(rows, mask=same[:, None] & (d < dim)[None, :], other=0.0)
+                    rows = x + i[:, None] * DIM + d[None, :]
+                    value = tl.load(rows, mask=same[:, None] & (d < DIM)[None, :], other=0.0)
                     total = tl.dot(tl.trans(slope), value, total, input_precision="ieee")
-            target = dw + (label * K + k)[:, None] * dim + d[None, :]
+            target = dw + ((label - first) * K + k)[:, None] * DIM + d[None, :]
             change = (total - radial[:, None] * unit) * inverse[:, None]
             tl.store(target, tl.load(target, mask=inside, other=0.0) + change, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_INTEGERS)
 def multiply_unless_one(values, factor, n, BLOCK: tl.constexpr):
     """Multiply an array by a number on the device; return at once if it is 1."""
     f = tl.load(factor)
@@ -535,3 +587,119 @@ def multiply_unless_one(values, factor, n, BLOCK: tl.constexpr):
         for first in range(start, n, tl.num_programs(0).to(tl.int64) * BLOCK):
             i = first + tl.arange(0, BLOCK)
             tl.store(values + i, tl.load(values + i, mask=i < n) * f, mask=i < n)
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
+def normalize(
+    embeddings, labels, weights, x, lengths, inverses, labels_out, weights_out, log_weights,
+    DIM: tl.constexpr, WEIGHTS: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Scale an embedding to length one, like `l2_normalize`; zero it if its sample is ignored."""
+    sample = tl.program_id(0)
+    label = tl.load(labels + sample)
+    weight = tl.where(label >= 0, 1.0, 0.0)
+    if WEIGHTS:
+        weight *= tl.load(weights + sample)
+        label = tl.where(weight > 0.0, label, -1)
+    d = tl.arange(0, BD)
+    inside = (label >= 0) & (d < DIM)
+    value = tl.load(embeddings + sample * DIM + d, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(value), 0)
+    factor = tl.where(largest > 2.0**50, 2.0**-80, tl.where(largest < 2.0**-38, 2.0**70, 1.0))
+    value *= factor
+    squares = tl.sum(value * value, 0)
+    inverse = _inverse(squares)
+    tl.store(x + sample * DIM + d, value * inverse, mask=d < DIM)
+    tl.store(lengths + sample, tl.sqrt(squares) / factor)
+    tl.store(inverses + sample, inverse * factor)
+    tl.store(labels_out + sample, tl.where(label >= 0, label, 0))
+    tl.store(weights_out + sample, weight)
+    floor = -8.5070586659632215e37  # finite: with -inf, gradients would be NaN
+    tl.store(log_weights + sample, tl.where(weight > 0.0, tl.log(weight), floor))
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
+def normalize_backward(
+    x, inverses, grad, length_grad, out,
+    DIM: tl.constexpr, LENGTH: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of an embedding from those of its direction and length."""
+    sample = tl.program_id(0)
+    d = tl.arange(0, BD)
+    unit = tl.load(x + sample * DIM + d, mask=d < DIM, other=0.0)
+    g = tl.load(grad + sample * DIM + d, mask=d < DIM, other=0.0)
+    g = (g - unit * tl.sum(g * unit, 0)) * tl.load(inverses + sample)
+    if LENGTH:
+        g += unit * tl.load(length_grad + sample)
+    tl.store(out + sample * DIM + d, g, mask=d < DIM)
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
+def class_pulls(
+    logits, log_weights, labels, terms, slopes, batch, BB: tl.constexpr
+):  # fmt: skip
+    """Compute log(1 + Σ e^logit) over the samples of a class, at the first of them; else 0.
+
+    `slopes` receives the derivative of the term by each sample's logit.
+    """
+    sample = tl.program_id(0)
+    label = tl.load(labels + sample)
+    peak = tl.zeros((BB,), tl.float32)
+    for start in range(0, batch, BB):
+        i = start + tl.arange(0, BB)
+        same = (i < batch) & (tl.load(labels + i, mask=i < batch, other=-1) == label)
+        z = tl.load(logits + i, mask=same, other=0.0)
+        z += tl.load(log_weights + i, mask=same, other=0.0)
+        peak = tl.maximum(peak, tl.where(same, z, 0.0))
+    shift = tl.max(peak, 0)
+    total = tl.zeros((BB,), tl.float32)
+    earlier = tl.zeros((BB,), tl.int32)
+    for start in range(0, batch, BB):
+        i = start + tl.arange(0, BB)
+        same = (i < batch) & (tl.load(labels + i, mask=i < batch, other=-1) == label)
+        z = tl.load(logits + i, mask=same, other=0.0)
+        z += tl.load(log_weights + i, mask=same, other=0.0)
+        total += tl.where(same, tl.exp(z - shift), 0.0)
+        earlier += (same & (i < sample)).to(tl.int32)
+    sum_exp = tl.sum(total, 0)
+    term = shift + _log1p(sum_exp + (tl.exp(-shift) - 1.0))
+    tl.store(terms + sample, tl.where(tl.sum(earlier, 0) == 0, term, 0.0))
+    own = tl.load(logits + sample) + tl.load(log_weights + sample)
+    tl.store(slopes + sample, tl.exp(own - shift) / (sum_exp + tl.exp(-shift)))
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
+def update_by_sgd(
+    weight, gradient, mean, lr, momentum, weight_decay, n, MEAN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Update a block of proxies: see `ProxySGD`."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    w = tl.load(weight + i, mask=inside)
+    g = tl.load(gradient + i, mask=inside) + weight_decay * w
+    if MEAN:
+        g += momentum * tl.load(mean + i, mask=inside)
+        tl.store(mean + i, g, mask=inside)
+    tl.store(weight + i, w - lr * g, mask=inside)
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
+def update_by_rowwise_adam(
+    weight, gradient, first_moment, second_moment, corrections, lr, first_decay, second_decay, eps,
+    weight_decay, DIM: tl.constexpr, FIRST: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Update a proxy: see `RowwiseAdam`. `corrections` has 1 − β^step for both moments."""
+    row, d = tl.program_id(0), tl.arange(0, BD)
+    i, inside = row.to(tl.int64) * DIM + d, d < DIM
+    w = tl.load(weight + i, mask=inside, other=0.0)
+    g = tl.load(gradient + i, mask=inside, other=0.0)
+    second = tl.load(second_moment + row)
+    second += (1.0 - second_decay) * (tl.sum(g * g, 0) / DIM - second)
+    tl.store(second_moment + row, second)
+    if FIRST:
+        first = tl.load(first_moment + i, mask=inside, other=0.0)
+        first += (1.0 - first_decay) * (g - first)
+        tl.store(first_moment + i, first, mask=inside)
+        g = first / tl.load(corrections)
+    g /= tl.sqrt(second / tl.load(corrections + 1)) + eps
+    tl.store(weight + i, w * (1.0 - lr * weight_decay) - lr * g, mask=inside)

@@ -24,6 +24,7 @@ from proximetry.losses.proxies import Init, Proxies, draw
 
 if TYPE_CHECKING:
     from proximetry.losses.base import Labels, ProxyLoss, Weights
+    from proximetry.losses.batch import Batch, Engine
 
     Loss = TypeVar("Loss", bound=ProxyLoss)
 
@@ -168,19 +169,15 @@ class ShardedBatch:
     counts: list[int]
 
     def compute(
-        self,
-        loss: ProxyLoss,
-        solve: Callable[[Problem], Parts],
-        problem: Problem,
-        arguments: tuple[Tensor, Tensor, Any],
+        self, loss: ProxyLoss, engine: Engine, problem: Problem, batch: Batch, reduction: Any
     ) -> Tensor:
         """Return the loss; the arguments are those of `ProxyLoss._reduce_by_sample`."""
-        by_sample, reduction = loss.form.by == "sample", arguments[-1]
-        solve = partial(self._solve, solve)
+        by_sample = loss.form.by == "sample"
+        engine = engine._replace(solve=partial(self._solve, engine.solve))
         if by_sample:
-            value, factor, distance = loss._reduce_by_sample(solve, problem, *arguments)
+            value, factor, distance = loss._reduce_by_sample(engine, problem, batch, reduction)
         else:
-            value, factor, distance = self._reduce_by_class(loss, solve, problem, arguments)
+            value, factor, distance = self._reduce_by_class(loss, engine, problem, batch, reduction)
         if distance is not None:
             value = value + loss.tau * distance * factor
         return self._own_rows(value) if by_sample and reduction == "none" else value
@@ -214,16 +211,11 @@ class ShardedBatch:
         return Parts(positive, lse, total, distance)
 
     def _reduce_by_class(
-        self,
-        loss: ProxyLoss,
-        solve: Callable[[Problem], Parts],
-        problem: Problem,
-        arguments: tuple[Tensor, Tensor, Any],
+        self, loss: ProxyLoss, engine: Engine, problem: Problem, batch: Batch, reduction: Any
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return what `ProxyLoss._reduce_by_class` returns, without an array of all classes."""
-        length, weights, reduction = arguments
         x, classes, own_classes = problem.x, self.proxies.num_classes, len(problem.proxies)
-        counts = (weights > 0).to(x.dtype)
+        counts = (batch.weights > 0).to(x.dtype)
         # Number the classes of the batch.
         groups, size = torch.searchsorted(problem.labels.sort().values, problem.labels), len(x)
         present = x.new_zeros(size).scatter_reduce(0, groups, counts, "amax")
@@ -232,20 +224,20 @@ class ShardedBatch:
         labels, own_counts = labels.masked_fill(outside, 0), counts.masked_fill(outside, 0.0)
         own_present = x.new_zeros(own_classes).scatter_reduce(0, labels, own_counts, "amax")
         class_weight = loss.negative_weight(own_present, classes, present_count)
-        floor = torch.finfo(x.dtype).min / 4
-        log_weights = weights.log().clamp(min=floor)
         per_class = reduction == "none"
         weight = None if per_class else class_weight
-        parts = solve(replace(problem, class_weight=weight, log_weights=log_weights))
-        logit = loss.positive_logit(parts.positive, length) + log_weights
-        present_count, factor = present_count.clamp(min=1.0), present.amax()
+        parts = engine.solve(replace(problem, class_weight=weight, log_weights=batch.log_weights))
+        logit = loss.positive_logit(parts.positive, batch.length)
+        present_count, factor = present_count.clamp(min=1.0), present_count.clamp(max=1.0)
         distance = parts.distance
         if per_class:
-            logit = self._enter(logit).masked_fill(outside, floor)
+            logit = self._enter(logit + batch.log_weights)
+            logit = logit.masked_fill(outside, torch.finfo(x.dtype).min / 4)
             pull = pull_by_class(logit, labels, own_classes)
             terms = classes * (pull / present_count + class_weight * parts.negatives)
             return terms, factor, None if distance is None else self._enter(distance)
-        mean = pull_by_class(logit, groups, size).sum() / present_count + parts.negatives
+        pull = engine.pull(logit, batch.log_weights, groups, size)
+        mean = pull / present_count + parts.negatives
         if reduction == "sum":
             mean, factor = mean * classes, factor * classes
         return mean, factor, distance

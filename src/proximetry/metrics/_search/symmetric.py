@@ -91,6 +91,8 @@ def search_symmetric(
     locks = {tile.start: Lock() for tile in tiles}
     operands: dict[int, tuple[Tensor, Tensor]] = {}
 
+    # Each thread has its own grad mode; where it is on, `inner_products` is half as fast.
+    @torch.no_grad()
     def product(rows: slice, columns: slice) -> Tensor:
         """Return similarities, with −inf at the ends that fill the last groups."""
         tile = inner_products(operands[rows.start][0], operands[columns.start][1])

@@ -1,0 +1,56 @@
+"""A batch as the losses use it: directions, lengths, and the weights of the samples."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from proximetry._util.tensors import l2_normalize
+from proximetry.losses.dense import pull_by_class
+from proximetry.losses.form import Parts, Problem
+
+
+class Batch(NamedTuple):
+    """A normalized batch; ignored samples have weight 0, label 0 and zero embeddings."""
+
+    x: Tensor
+    """Embeddings [B, D] of length one."""
+    length: Tensor
+    """Their lengths before [B]."""
+    labels: Tensor
+    weights: Tensor
+    log_weights: Tensor
+    """Logarithms of the weights; a low finite number for weight 0."""
+
+
+class Engine(NamedTuple):
+    """The computation of a loss; the functions of an engine agree with those of the others."""
+
+    solve: Callable[[Problem], Parts]
+    normalize: Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Batch]
+    """Normalizes embeddings [B, D], given labels and weights [B], in the type of the proxies."""
+    pull: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    """Returns Σ over classes of log(1 + Σ e^logit), given logits, log weights and labels [B]."""
+
+
+def normalize(
+    embeddings: Tensor, labels: Tensor, weights: Tensor | None, dtype: torch.dtype
+) -> Batch:
+    """Return the batch in a type; samples of weight 0 or label -1 are ignored."""
+    if weights is None:
+        weights = torch.ones_like(labels, dtype=dtype)
+    weights = weights.to(dtype).masked_fill(labels < 0, 0.0)
+    # Zero ignored samples, so that NaN in them does not spread.
+    ignored = weights == 0
+    labels = labels.masked_fill(ignored, 0)
+    x, length = l2_normalize(embeddings.to(dtype).masked_fill(ignored.unsqueeze(1), 0.0))
+    # The exponential of an ignored sample is 0. With -inf the gradient of a sum over ignored
+    # samples only would be NaN.
+    log_weights = weights.log().clamp(min=torch.finfo(dtype).min / 4)
+    return Batch(x, length, labels, weights, log_weights)
+
+
+def pull(logit: Tensor, log_weights: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+    """Return the sum over the classes of log(1 + Σ e^(logit + log weight))."""
+    return pull_by_class(logit + log_weights, labels, num_classes).sum()
