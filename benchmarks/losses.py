@@ -148,7 +148,9 @@ def busy_cores(count: int) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, help="runs behind each median")
-    parser.add_argument("--only", help="proxy_anchor, soft_triple or regularface; on a GPU any loss")
+    parser.add_argument(
+        "--only", help="proxy_anchor, soft_triple or regularface; on a GPU any loss"
+    )
     parser.add_argument("--busy", action="store_true", help="keep two cores busy meanwhile")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
