@@ -18,7 +18,7 @@ ON_GPU = DEVICE == "cuda"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 #: batch, classes, dimensions, proxies per class
-SHAPES = [(13, 70, 40, 3)]
+SHAPES = [(13, 70, 40, 3), (1, 1, 8, 1), (35, 9, 5, 10)]
 GPU_SHAPES = [
     (1, 1, 8, 1),
     (4096, 1001, 96, 2),
@@ -233,6 +233,35 @@ def test_similarity_limit_removes_negatives():
     torch.testing.assert_close(*limited, rtol=1e-5, atol=1e-5)
     everything = base.dense(base.Problem(unit, weight, y, form, *common)).negatives
     assert (limited[1] < everything).all()
+
+
+@pytest.mark.parametrize("name", ["norm_softmax", "proxy_anchor"])
+def test_shard_of_the_classes(name):
+    """The labels of other ranks are outside 0 … C − 1."""
+    x, y = batch(11, 30, 16)
+    loss = make(name, 20, 16, 1, "dense")
+    unit = torch.nn.functional.normalize(x)
+    problem = base.Problem(
+        unit, loss.proxies.weight.detach(), y - 5, loss.form, 1.0, 20.0, 0.0, class_weight=0.1,
+        log_weights=torch.zeros(11, device=DEVICE), is_shard=True,
+    )  # fmt: skip
+    ours, expected = fused_module.fused(problem), base.dense(problem)
+    inside = (y >= 5) & (y < 25)
+    assert 0 < inside.sum() < 11
+    torch.testing.assert_close(ours.positive[inside], expected.positive[inside])
+    torch.testing.assert_close(ours.negatives, expected.negatives)
+
+
+@pytest.mark.parametrize("name", ["arcface", "mpa"])
+def test_sampled_negatives_equal_dense(name):
+    x, y = batch(9, 60, 16)
+    results = []
+    for engine in ("dense", "fused"):
+        loss = make(name, 60, 16, 2, engine, sampled_negatives=0.5).train()
+        torch.manual_seed(3)
+        results.append(value_and_gradients(loss, x, y))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @needs_gpu

@@ -16,11 +16,11 @@ from torch import Tensor
 from proximetry.losses.dense import intra_class_distance, present_classes
 from proximetry.losses.form import Parts, Problem
 
-Engine = Callable[[Problem], Parts]
 
-
-def sampled(engine: Engine, problem: Problem, *, share: float, weights: Tensor) -> Parts:
-    """Estimate the parts of a problem from a share of its classes, by ``engine``.
+def sampled(
+    solve: Callable[[Problem], Parts], problem: Problem, *, share: float, weights: Tensor
+) -> Parts:
+    """Estimate the parts of a problem from a share of its classes, by ``solve``.
 
     ``weights`` [B] are 0 for ignored samples, whose classes count as absent. Shapes do not depend
     on the labels, and nothing synchronizes with a GPU.
@@ -30,7 +30,7 @@ def sampled(engine: Engine, problem: Problem, *, share: float, weights: Tensor) 
     classes = len(problem.proxies)
     size = max(round(share * classes), len(problem.x) + 1)  # at least one class is random
     if size >= classes:
-        return engine(problem)
+        return solve(problem)
     # Of sharded proxies, other ranks have the classes of some samples.
     inside = (problem.labels >= 0) & (problem.labels < classes)
     labels = problem.labels.masked_fill(~inside, 0)
@@ -46,7 +46,7 @@ def sampled(engine: Engine, problem: Problem, *, share: float, weights: Tensor) 
     if class_weight is not None:
         in_subset = class_weight[chosen] if isinstance(class_weight, Tensor) else class_weight
         class_weight = factors * in_subset
-    parts = engine(
+    parts = solve(
         replace(
             problem,
             proxies=proxies,
