@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from proximetry.losses import create, fused_kernels
+from proximetry.losses import ProxySGD, RowwiseAdam, create, fused_kernels
 
 NUMBERS = {"scale", "offset", "ignore_above", "gamma", "lr", "momentum", "weight_decay"}
 NUMBERS |= {"first_decay", "second_decay", "eps"}
@@ -91,6 +91,10 @@ def launches():
             settings = {} if k == 1 else {"proxies_per_class": k}
             module = create(loss, 64, 512, engine="fused", precision=precision, **settings)
             x = torch.randn(512, 512, requires_grad=True)
+            module(x, torch.arange(512) % 64).backward()
+            module.proxy_optimizer = RowwiseAdam(module.proxies, 0.1)
+            if precision == "bf16":
+                module.proxy_optimizer = ProxySGD(module.proxies, 0.1, momentum=0.9)
             module(x, torch.arange(512) % 64).backward()
     return [(name, options) for (name, _), options in recorded.items()]
 

@@ -3,6 +3,7 @@
 import math
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ from proximetry import losses
 from proximetry.losses import base, fused_batch
 from proximetry.losses import batch as torch_batch
 from proximetry.losses import fused as fused_module
-from tests.losses.cases import MULTI, NAMES
+from tests.losses.cases import MULTI, NAMES, OPTIMIZERS
 
 DEVICE = os.environ["KERNEL_DEVICE"]
 ON_GPU = DEVICE == "cuda"
@@ -26,6 +27,19 @@ GPU_SHAPES = [
     (64, 20_011, 200, 10),
     (180, 11_318, 512, 2),
 ]
+
+
+def random_shapes(count, largest=2**27):
+    """Draw shapes whose array of cosines has at most ``largest`` entries."""
+    draw = np.random.default_rng(33)
+    while count:
+        size, classes = (int(n) for n in np.exp(draw.uniform(0, np.log([4096, 100_003]))))
+        k = int(draw.choice([1, 2, 10]))
+        if size * classes * k <= largest:
+            count -= 1
+            yield size, classes, int(draw.integers(1, 400)), k
+
+
 SMOOTH = [name for name in NAMES if "label_smoothing" in losses.loss_settings(name)]
 
 
@@ -69,6 +83,16 @@ def distance(got, expected):
 @pytest.mark.parametrize("shape", GPU_SHAPES if ON_GPU else SHAPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_fused_equals_dense_in_float64(name, shape):
+    assert max(errors(name, shape)) <= 1e-5
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    list(zip(4 * NAMES, random_shapes(4 * len(NAMES)), strict=True)),
+    ids=str,
+)
+def test_random_shapes(name, shape):
     assert max(errors(name, shape)) <= 1e-5
 
 
@@ -312,17 +336,30 @@ def test_autocast_and_compile():
     assert 1e-5 < distance(low[2], expected[2].double()) < 0.05
 
 
+@pytest.mark.parametrize(("rule", "settings"), OPTIMIZERS)
 @pytest.mark.parametrize("name", ["mpa", "soft_triple", "proxy_anchor"])
-def test_update_in_backward_equals_a_step_after_backward(name, monkeypatch):
+def test_update_in_backward_equals_a_step_after_backward(name, rule, settings, monkeypatch):
     monkeypatch.setattr(fused_module, "CHUNK_BYTES", 1)
-    x, y = batch(9, 150, 24)
     loss = make(name, 150, 24, 2, "fused").train()
     plain = make(name, 150, 24, 2, "dense").double().train()
+    loss.proxy_optimizer = rule(loss.proxies, **settings).to(DEVICE)
+    step = rule(plain.proxies, **settings).double().to(DEVICE)
+    for seed in (1, 2, 3):
+        x, y = batch(9, 150, 24, seed)
+        value, grad_x, none = value_and_gradients(loss, x, y)
+        expected, expected_x, gradient = value_and_gradients(plain, x, y)
+        step.update(slice(0, 150), gradient)
+        assert none is None
+        assert distance(value, expected) <= 3e-5
+        assert distance(grad_x, expected_x) <= 3e-5
+        assert distance(loss.proxies.weight, plain.proxies.weight) <= 3e-5
+
+
+def test_second_backward_raises_after_an_update():
+    loss = make("proxy_anchor", 30, 16, 1, "fused").train()
     loss.proxy_optimizer = losses.ProxySGD(loss.proxies, 0.1)
-    value, grad_x, none = value_and_gradients(loss, x, y)
-    expected, expected_x, gradient = value_and_gradients(plain, x, y)
-    assert none is None
-    assert distance(value, expected) <= 1e-5
-    assert distance(grad_x, expected_x) <= 1e-5
-    losses.ProxySGD(plain.proxies, 0.1).update(slice(0, 150), gradient)
-    assert distance(loss.proxies.weight, plain.proxies.weight) <= 1e-5
+    x, y = batch(9, 30, 16)
+    value = loss(x.requires_grad_(), y)
+    value.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()

@@ -7,6 +7,13 @@ from proximetry.losses.form import Problem
 
 NAMES = list(losses.LOSSES)
 MULTI = [name for name in NAMES if "proxies_per_class" in losses.loss_settings(name)]
+#: Optimizers that update the proxies during backward, with settings.
+OPTIMIZERS = [
+    (losses.ProxySGD, {"lr": 0.1}),
+    (losses.ProxySGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    (losses.RowwiseAdam, {"lr": 0.05, "weight_decay": 0.1}),
+    (losses.RowwiseAdam, {"lr": 0.05, "betas": (0.0, 0.99)}),
+]
 
 
 def make(name, classes=7, dim=5, k=None, seed=0, **settings):

@@ -9,14 +9,7 @@ import torch
 from proximetry import losses
 from proximetry.losses import streamed as streamed_module
 from proximetry.losses.proxy_optimizers import ProxySGD, RowwiseAdam
-from tests.losses.cases import NAMES, batch, make, value_and_gradients
-
-OPTIMIZERS = [
-    (ProxySGD, {"lr": 0.1}),
-    (ProxySGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-    (RowwiseAdam, {"lr": 0.05, "weight_decay": 0.1}),
-    (RowwiseAdam, {"lr": 0.05, "betas": (0.0, 0.99)}),
-]
+from tests.losses.cases import NAMES, OPTIMIZERS, batch, make, value_and_gradients
 
 
 @pytest.fixture(autouse=True)

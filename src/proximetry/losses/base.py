@@ -176,15 +176,17 @@ class ProxyLoss(ConfigurableModule):
             precision = "bf16"
         with torch.autocast(embeddings.device.type, enabled=False):
             proxies = self.proxies.weight
-            engine = _ENGINES[self.choose_engine(len(embeddings))]()
+            name = self.choose_engine(len(embeddings))
+            engine = _ENGINES[name]()
             batch = engine.normalize(embeddings, labels, weights, proxies.dtype)
             scale, offset = self.negative_logit(batch.length)
-            optimizer = self.proxy_optimizer if self.training else None
+            update, optimizer = None, self.proxy_optimizer if self.training else None
+            if optimizer is not None:
+                update = optimizer.fused_update if name == "fused" else optimizer.update
             problem = Problem(
                 batch.x, proxies, batch.labels, self.form, self.gamma, scale, offset,
                 has_weights=weights is not None, needs_distance=self.tau > 0.0,
-                ignore_above=self.ignore_above, precision=precision,
-                update=None if optimizer is None else optimizer.update,
+                ignore_above=self.ignore_above, precision=precision, update=update,
             )  # fmt: skip
             if self.training and self.sampled_negatives < 1.0:
                 share, solve = self.sampled_negatives, engine.solve

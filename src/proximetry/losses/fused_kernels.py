@@ -79,21 +79,21 @@ def _inverse(squares):
 
 
 @triton.jit
-def _aggregate(s, valid, gamma, K: tl.constexpr, AGGREGATION: tl.constexpr):
-    """Return S [n, m] from the cosines [n, KP, m] of K proxies, and the derivatives dS/ds."""
+def _aggregate(s, valid, gamma, K: tl.constexpr, AGGREGATION: tl.constexpr, AXIS: tl.constexpr):
+    """Return S from the cosines s of K proxies along an axis, which stays, and dS/ds."""
     if AGGREGATION == 1:  # soft
         masked = tl.where(valid, s, float("-inf"))
-        e = tl.exp((masked - tl.max(masked, 1)[:, None, :]) / gamma)
-        share = e / tl.sum(e, 1)[:, None, :]
-        S = tl.sum(share * s, 1)
-        slope = share * ((s - S[:, None, :]) / gamma + 1.0)
+        e = tl.exp((masked - tl.max(masked, AXIS, keep_dims=True)) / gamma)
+        share = e / tl.sum(e, AXIS, keep_dims=True)
+        S = tl.sum(share * s, AXIS, keep_dims=True)
+        slope = share * ((s - S) / gamma + 1.0)
     elif AGGREGATION == 2:  # max
         masked = tl.where(valid, s, float("-inf"))
-        S = tl.max(masked, 1)
-        nearest = (masked == S[:, None, :]).to(tl.float32)
-        slope = nearest / tl.sum(nearest, 1)[:, None, :]
+        S = tl.max(masked, AXIS, keep_dims=True)
+        nearest = (masked == S).to(tl.float32)
+        slope = nearest / tl.sum(nearest, AXIS, keep_dims=True)
     else:  # mean
-        S = tl.sum(tl.where(valid, s, 0.0), 1) / K
+        S = tl.sum(tl.where(valid, s, 0.0), AXIS, keep_dims=True) / K
         slope = tl.where(valid, s * 0.0 + 1.0 / K, 0.0)
     return S, slope
 
@@ -119,7 +119,8 @@ def _similarities(
         S, slope = s, s
     else:
         valid = (tl.arange(0, KP) < K)[None, :, None]
-        S, slope = _aggregate(tl.reshape(s, (BC, KP, BB)), valid, gamma, K, AGGREGATION)
+        S, slope = _aggregate(tl.reshape(s, (BC, KP, BB)), valid, gamma, K, AGGREGATION, 1)
+        S = tl.reshape(S, (BC, BB))
     return s, S, slope
 
 
@@ -497,14 +498,10 @@ def positives(
         squares += tl.sum(w * w, 1)
         products += tl.sum(w * value[None, :], 1)
     s = products * _inverse(squares)
-    S, slope = _aggregate(s[None, :, None], (k < K)[None, :, None], gamma, K, AGGREGATION)
-    tl.store(
-        S_out + sample + tl.arange(0, 1),
-        tl.where(is_here, tl.reshape(S, (1,)), 0.0),
-        mask=is_sample,
-    )
+    S, slope = _aggregate(s, k < K, gamma, K, AGGREGATION, 0)
+    tl.store(S_out + sample + tl.arange(0, 1), tl.where(is_here, S, 0.0), mask=is_sample)
     tl.store(cosines + sample * K + k, s, mask=is_sample & (k < K))
-    slope = tl.where(is_here, tl.reshape(slope, (KP,)), 0.0)
+    slope = tl.where(is_here, slope, 0.0)
     tl.store(slopes + sample * K + k, slope, mask=is_sample & (k < K))
 
 

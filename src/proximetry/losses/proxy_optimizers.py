@@ -12,6 +12,7 @@ regularizer, need an ordinary optimizer.
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from proximetry.losses.proxies import Proxies
 from proximetry.losses.settings import FullPrecision, non_negative, number, positive
@@ -32,6 +33,10 @@ class ProxyOptimizer(FullPrecision):
     def update(self, classes: slice, gradient: Tensor) -> None:
         """Update the proxies of some classes, given their gradient, which is overwritten."""
         raise NotImplementedError
+
+    def fused_update(self, classes: slice, gradient: Tensor) -> None:
+        """Update the proxies of some classes in one kernel, for the fused engine."""
+        self.update(classes, gradient)
 
     def rows(self, classes: slice) -> Tensor:
         """Return the proxies of some classes."""
@@ -63,6 +68,19 @@ class ProxySGD(ProxyOptimizer):
             gradient = self.mean[classes].mul_(self.momentum).add_(gradient)
         rows.sub_(gradient, alpha=self.lr)
 
+    @torch.no_grad()
+    def fused_update(self, classes: slice, gradient: Tensor) -> None:
+        """Update the proxies of some classes in one kernel, for the fused engine."""
+        from proximetry.losses.fused import launcher  # needs Triton
+        from proximetry.losses.fused_kernels import update_by_sgd
+
+        rows, n, block = self.rows(classes), gradient.numel(), 2048
+        mean = rows if self.mean is None else self.mean[classes]
+        launch = launcher(update_by_sgd, MEAN=self.mean is not None, BLOCK=block)
+        numbers = map(float, (self.lr, self.momentum, self.weight_decay))
+        launch((-(-n // block),), rows, gradient, mean, *numbers, n)
+        increment_version(rows)
+
 
 class RowwiseAdam(ProxyOptimizer):
     """Adam with one second moment for each proxy, and decoupled weight decay.
@@ -74,6 +92,7 @@ class RowwiseAdam(ProxyOptimizer):
 
     second: Tensor
     step: Tensor
+    corrections: Tensor  # 1 − β^step of both moments
 
     def __init__(
         self,
@@ -96,14 +115,39 @@ class RowwiseAdam(ProxyOptimizer):
     @torch.no_grad()
     def update(self, classes: slice, gradient: Tensor) -> None:
         """Update the proxies of some classes, given their gradient, which is overwritten."""
-        if classes.start == 0:  # the first tile of a backward
-            self.step.add_(1)
+        self._begin(classes)
         rows, second = self.rows(classes), self.second[classes]
         first_decay, second_decay = self.betas
         second.lerp_(gradient.square().mean(2, keepdim=True), 1 - second_decay)
-        corrected = second / (1 - second_decay**self.step).to(second.dtype)
+        corrected = second / self.corrections[1]
         if self.first is not None:
             first = self.first[classes].lerp_(gradient, 1 - first_decay)
-            torch.div(first, (1 - first_decay**self.step).to(first.dtype), out=gradient)
+            torch.div(first, self.corrections[0], out=gradient)
         gradient.div_(corrected.sqrt_().add_(self.eps))
         rows.mul_(1 - self.lr * self.weight_decay).sub_(gradient, alpha=self.lr)
+
+    @torch.no_grad()
+    def fused_update(self, classes: slice, gradient: Tensor) -> None:
+        """Update the proxies of some classes in one kernel, for the fused engine."""
+        from proximetry.losses.fused import launcher, power_of_2  # needs Triton
+        from proximetry.losses.fused_kernels import update_by_rowwise_adam
+
+        self._begin(classes)
+        rows, dim = self.rows(classes), gradient.shape[2]
+        first = rows if self.first is None else self.first[classes]
+        launch = launcher(
+            update_by_rowwise_adam, DIM=dim, FIRST=self.first is not None, BD=power_of_2(dim)
+        )
+        numbers = map(float, (self.lr, *self.betas, self.eps, self.weight_decay))
+        launch(
+            (gradient.numel() // dim,), rows, gradient, first, self.second[classes],
+            self.corrections, *numbers,
+        )  # fmt: skip
+        increment_version(rows)
+
+    def _begin(self, classes: slice) -> None:
+        """Count the step at the first tile of a backward."""
+        if classes.start == 0:
+            self.step.add_(1)
+            corrections = torch.stack([1 - decay**self.step for decay in self.betas])
+            self.corrections = corrections.to(self.second.dtype)
