@@ -18,7 +18,8 @@ from proximetry.losses import ProxySGD, RowwiseAdam, create, fused_kernels
 
 NUMBERS = {"scale", "offset", "ignore_above", "gamma", "lr", "momentum", "weight_decay"}
 NUMBERS |= {"first_decay", "second_decay", "eps"}
-INTEGERS = {"first", "count", "rows", "batch", "classes", "capacity", "splits", "n"}
+INTEGERS = {"first", "count", "rows", "batch", "classes", "capacity", "splits", "programs"}
+LONG_INTEGERS = {"n", "start"}
 
 
 def argument_type(kernel: str, name: str) -> str:
@@ -32,6 +33,8 @@ def argument_type(kernel: str, name: str) -> str:
         ("add_pair_gradients", "factor"),
     }:
         return "fp32"
+    if name in LONG_INTEGERS:
+        return "i64"
     return "i32" if name in INTEGERS else "*fp32"
 
 
@@ -42,7 +45,7 @@ def local_memory(name: str, constants: dict[str, object]) -> int:
     kinds, values, hints = {}, {}, {}
     for place, parameter in enumerate(kernel.params):
         key = parameter.name
-        if parameter.is_constexpr:
+        if key in constants:  # None for arrays that are not needed
             kinds[key], values[(place,)] = "constexpr", constants[key]
             continue
         kinds[key] = argument_type(name, key)
@@ -67,7 +70,9 @@ class Recorder:
 
     def __getitem__(self, grid):
         def launch(*arguments, **options):
-            self.recorded[self.name, tuple(sorted(options.items()))] = options
+            named = zip(self.arg_names, arguments, strict=False)
+            options |= {key: None for key, value in named if value is None}
+            self.recorded[self.name, str(sorted(options.items(), key=str))] = options
 
         return launch
 

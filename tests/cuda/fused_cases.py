@@ -199,19 +199,42 @@ def test_normalize_extreme_lengths():
 
 def test_pull_equals_torch():
     logit = 40 * torch.randn(37, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    _, labels = batch(37, 9, 4)
-    log_weights = torch.linspace(-3.0, 3.0, 37, device=DEVICE)
-    log_weights[4] = torch.finfo(torch.float32).min / 4
+    x, labels = batch(37, 9, 4)
+    weights = torch.logspace(-3.0, 3.0, 37, device=DEVICE) * (labels != labels[4])
+    prepared = torch_batch.normalize(x, labels, weights, torch.float32)
     results = []
     for module in (fused_batch, torch_batch):
         leaf = logit.clone().requires_grad_()
-        total = module.pull(leaf, log_weights, labels, 9)
+        total, factor = module.pull(leaf, prepared, 9)
+        assert factor.item() == 1.0
         (first,) = torch.autograd.grad(total, leaf, retain_graph=True)
         (slope,) = torch.autograd.grad(total, leaf, create_graph=True)
         (second,) = torch.autograd.grad(slope.square().sum(), leaf)
         results.append((total.detach(), first, second))
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected)
+
+
+def test_mean_equals_torch():
+    terms = torch.randn(300, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    weights = torch.linspace(0.0, 2.0, 300, device=DEVICE)
+    results = []
+    for module in (fused_batch, torch_batch):
+        leaf = terms.clone().requires_grad_()
+        value, factor = module.mean(leaf, weights)
+        (first,) = torch.autograd.grad(value, leaf, retain_graph=True)
+        (slope,) = torch.autograd.grad(value.square(), leaf, create_graph=True)
+        (second,) = torch.autograd.grad(slope.square().sum(), leaf)
+        results.append((value.detach(), factor, first, second))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("name", ["mpa", "soft_triple"])
+def test_ignored_batches_have_loss_and_gradients_0(name):
+    x, y = batch(5, 9, 8)
+    for value in value_and_gradients(make(name, 9, 8, 2, "fused"), x, torch.full_like(y, -1)):
+        assert (value == 0).all()
 
 
 @pytest.mark.parametrize("name", ["proxy_anchor", "arcface"])

@@ -34,7 +34,7 @@ def problem(loss, x, proxies, y, length):
     """Return the problem that the loss passes to its engine."""
     scale, offset = loss.negative_logit(length)
     present = x.new_zeros(len(proxies)).index_fill(0, y, 1.0)
-    weight = loss.negative_weight(present, len(proxies), present.sum())
+    weight = loss.negative_weight(len(proxies), lambda: (present, present.sum()))
     return Problem(x, proxies, y, loss.form, loss.gamma, scale, offset, weight)
 
 

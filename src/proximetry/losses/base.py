@@ -1,6 +1,7 @@
 """The base class of proxy losses, the registry, and the validation of a batch."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
@@ -13,7 +14,7 @@ from torch import Tensor
 from proximetry._util.errors import suggest
 from proximetry._util.labels import as_labels
 from proximetry._util.tensors import l2_normalize
-from proximetry.losses.batch import Batch, Engine, normalize, pull
+from proximetry.losses.batch import Batch, Engine, mean, normalize, pull
 from proximetry.losses.dense import (
     cosines,
     dense,
@@ -21,7 +22,6 @@ from proximetry.losses.dense import (
     present_classes,
     pull_by_class,
     reduce_proxies,
-    weighted_mean,
 )
 from proximetry.losses.form import LossForm, Precision, Problem
 from proximetry.losses.proxies import Init, Proxies
@@ -135,13 +135,13 @@ class ProxyLoss(ConfigurableModule):
         raise NotImplementedError
 
     def negative_weight(
-        self, present: Tensor, classes: int, present_count: Tensor
+        self, classes: int, present: Callable[[], tuple[Tensor, Tensor]]
     ) -> float | Tensor:
         """Return the weight of each class's negative term in a class-wise loss: 1 / C.
 
-        ``present`` is 1 for the classes in the batch and 0 for the others: for all ``classes``, or,
-        if the proxies are sharded, for those of this rank. ``present_count`` counts the classes in
-        the batch.
+        ``present()`` returns an array with 1 for the classes in the batch and 0 for the others, and
+        the number of classes in the batch. If the proxies are sharded, the array has those of this
+        rank.
         """
         return 1.0 / classes
 
@@ -174,7 +174,7 @@ class ProxyLoss(ConfigurableModule):
         precision = self.precision
         if precision == "auto" and torch.is_autocast_enabled(embeddings.device.type):
             precision = "bf16"
-        with torch.autocast(embeddings.device.type, enabled=False):
+        with without_autocast(embeddings.device.type):
             proxies = self.proxies.weight
             name = self.choose_engine(len(embeddings))
             engine = _ENGINES[name]()
@@ -220,8 +220,7 @@ class ProxyLoss(ConfigurableModule):
             others = problem.scale * (parts.total - parts.positive) + problem.offset * (classes - 1)
             terms = terms + smoothing * (positive - (positive + others) / classes)
         if reduction == "mean":
-            mean, factor = weighted_mean(terms, weights), (weights.sum() > 0).to(terms.dtype)
-            return mean, factor, parts.distance
+            return *engine.mean(terms, weights), parts.distance
         terms = terms * weights
         if reduction == "sum":
             return terms.sum(), weights.sum(), parts.distance
@@ -232,23 +231,26 @@ class ProxyLoss(ConfigurableModule):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Reduce a class-wise loss; see `_reduce_by_sample`."""
         labels, log_weights, classes = batch.labels, batch.log_weights, len(problem.proxies)
-        present = present_classes(labels, batch.weights, classes)
-        present_count = present.sum()
-        class_weight = self.negative_weight(present, classes, present_count)
+
+        def present() -> tuple[Tensor, Tensor]:
+            is_present = present_classes(labels, batch.weights, classes)
+            return is_present, is_present.sum()
+
+        class_weight = self.negative_weight(classes, present)
         per_class = reduction == "none"
         weight = None if per_class else class_weight
         parts = engine.solve(replace(problem, class_weight=weight, log_weights=log_weights))
         logit = self.positive_logit(parts.positive, batch.length)
-        present_count, factor = present_count.clamp(min=1.0), present_count.clamp(max=1.0)
         if per_class:
-            terms = pull_by_class(logit + log_weights, labels, classes) / present_count
+            _, count = present()
+            terms = pull_by_class(logit + log_weights, labels, classes) / count.clamp(min=1.0)
             terms = classes * (terms + class_weight * parts.negatives)
-            return terms, factor, parts.distance
-        pull = engine.pull(logit, log_weights, labels, classes)
-        mean = pull / present_count + parts.negatives
+            return terms, count.clamp(max=1.0), parts.distance
+        value, factor = engine.pull(logit, batch, classes)
+        value = value + parts.negatives
         if reduction == "sum":
-            mean, factor = mean * classes, factor * classes
-        return mean, factor, parts.distance
+            value, factor = value * classes, factor * classes
+        return value, factor, parts.distance
 
     def similarities(self, embeddings: Tensor) -> Tensor:
         """Return S(x, c) for every class, [B, C]: the nearest class is the arg max."""
@@ -261,14 +263,20 @@ class ProxyLoss(ConfigurableModule):
 def _fused_engine() -> Engine:
     from proximetry.losses import fused, fused_batch  # need Triton
 
-    return Engine(fused.fused, fused_batch.normalize, fused_batch.pull)
+    return Engine(fused.fused, fused_batch.normalize, fused_batch.pull, fused_batch.mean)
 
 
 _ENGINES: dict[str, Callable[[], Engine]] = {
-    "dense": partial(Engine, dense, normalize, pull),
-    "streamed": partial(Engine, streamed, normalize, pull),
+    "dense": partial(Engine, dense, normalize, pull, mean),
+    "streamed": partial(Engine, streamed, normalize, pull, mean),
     "fused": _fused_engine,
 }
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[None]:
+    """Return a context without autocast; one that does nothing is faster."""
+    is_enabled = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if is_enabled else nullcontext()
 
 
 def create(name: str, num_classes: int, dim: int, **settings: Any) -> ProxyLoss:

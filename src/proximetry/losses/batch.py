@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from proximetry._util.tensors import l2_normalize
-from proximetry.losses.dense import pull_by_class
+from proximetry.losses.dense import present_classes, pull_by_class, weighted_mean
 from proximetry.losses.form import Parts, Problem
 
 
@@ -30,8 +30,11 @@ class Engine(NamedTuple):
     solve: Callable[[Problem], Parts]
     normalize: Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Batch]
     """Normalizes embeddings [B, D], given labels and weights [B], in the type of the proxies."""
-    pull: Callable[[Tensor, Tensor, Tensor, int], Tensor]
-    """Returns Σ over classes of log(1 + Σ e^logit), given logits, log weights and labels [B]."""
+    pull: Callable[[Tensor, Batch, int], tuple[Tensor, Tensor]]
+    """Returns the mean over the classes of the batch of log(1 + Σ w e^logit), given the logits [B]
+    and the number of classes; and 1, or 0 if all samples are ignored."""
+    mean: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    """Returns the weighted mean of terms [B]; and 1, or 0 if all weights are 0."""
 
 
 def normalize(
@@ -51,6 +54,13 @@ def normalize(
     return Batch(x, length, labels, weights, log_weights)
 
 
-def pull(logit: Tensor, log_weights: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-    """Return the sum over the classes of log(1 + Σ e^(logit + log weight))."""
-    return pull_by_class(logit + log_weights, labels, num_classes).sum()
+def pull(logit: Tensor, batch: Batch, num_classes: int) -> tuple[Tensor, Tensor]:
+    """See `Engine.pull`."""
+    present = present_classes(batch.labels, batch.weights, num_classes).sum()
+    terms = pull_by_class(logit + batch.log_weights, batch.labels, num_classes)
+    return terms.sum() / present.clamp(min=1.0), present.clamp(max=1.0)
+
+
+def mean(terms: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """See `Engine.mean`."""
+    return weighted_mean(terms, weights), (weights.sum() > 0).to(terms.dtype)

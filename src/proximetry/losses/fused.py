@@ -9,12 +9,11 @@ results are deterministic.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
-from torch import Tensor
+from torch import Tensor, is_tensor
 
 from proximetry.losses import fused_kernels as kernels
 from proximetry.losses.form import Parts, Problem
@@ -40,13 +39,35 @@ class Tile(NamedTuple):
     stages: int = 3
 
 
-#: The tiles of `entries` (with one proxy per class, with several), `proxy_gradients` and
-#: `embedding_gradients`, by number of parts. Measured on an H200.
+class Tiles(NamedTuple):
+    """The tiles of the products."""
+
+    log_sums: Tile
+    entries: Tile
+    proxies: Tile
+    embeddings: Tile
+
+
+#: Tiles for one proxy per class, by number of parts. Measured on an H200.
 TILES = {
-    1: (Tile(128, 128, 64), Tile(128, 64, 64), Tile(128, 128, 64), Tile(128, 128, 64)),
-    2: (Tile(128, 128, 64), Tile(128, 64, 64), Tile(128, 64, 32), Tile(128, 64, 32)),
-    3: (Tile(128, 128, 32), Tile(128, 64, 32), Tile(128, 64, 32), Tile(128, 64, 32)),
+    1: Tiles(
+        Tile(128, 128, 32, 8, 4), Tile(128, 256, 64), Tile(128, 128, 64), Tile(128, 128, 64, 8, 4)
+    ),
+    2: Tiles(
+        Tile(128, 128, 32), Tile(64, 128, 32, 4), Tile(64, 128, 32, 4), Tile(128, 128, 32, 8, 4)
+    ),
+    3: Tiles(Tile(128, 128, 32), Tile(64, 64, 32, 4), Tile(64, 64, 32, 4), Tile(128, 64, 32)),
 }
+
+
+def grouped_tile(tile: Tile, kp: int) -> Tile:
+    """Return the tile of `entries` or `log_sums` for several proxies per class.
+
+    With 4 warps and 64 classes, a thread has all proxies of a class.
+    """
+    if kp == 1:
+        return tile
+    return tile._replace(rows=64 * min(kp, 4), columns=64 if kp == 2 else 32, depth=64, warps=4)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -69,194 +90,246 @@ def fused(problem: Problem) -> Parts:
 def launcher(kernel: Any, **options: Any) -> Callable[..., None]:
     """Return a function that launches a kernel with these options: `launch(grid, *arguments)`.
 
-    The first launch compiles the kernel; the others reuse it, which takes a fraction of Triton's
-    own look-up. The kernel depends on device, type and alignment of arrays, and width of integers.
+    The first launch on a device compiles the kernel; the others reuse it, which takes a fraction
+    of Triton's own look-up. Types of arguments must not change between launches, and arrays must
+    start at a multiple of 16 bytes (see `aligned`).
     """
+    options = {name: value for name, value in options.items() if name in _names(kernel)}
     constants = [options[name] for name in kernel.arg_names if name in options]
-    compiled: dict[tuple[Any, ...], Any] = {}
+    compiled: dict[int | None, Any] = {}
 
     def launch(grid: tuple[int, ...], *arguments: Any) -> None:
-        key = arguments[0].device.index, *(
-            (value.dtype, value.data_ptr() % 16) if isinstance(value, Tensor)
-            else isinstance(value, int) and value >= 2**31
-            for value in arguments
-        )  # fmt: skip
-        known = compiled.get(key)
+        device = arguments[0].device.index
+        known = compiled.get(device)
         if known is None:  # always in Triton's interpreter
-            compiled[key] = kernel[grid](*arguments, **options)
+            compiled[device] = kernel[grid](*arguments, **options)
         else:
             known[(*grid, 1, 1)[:3]](*arguments, *constants)
 
     return launch
 
 
+@cache
+def _names(kernel: Any) -> frozenset[str]:
+    return frozenset((*kernel.arg_names, "num_warps", "num_stages"))
+
+
+def aligned(value: Tensor) -> Tensor:
+    """Return a contiguous array that starts at a multiple of 16 bytes."""
+    value = value.contiguous()
+    return value if value.data_ptr() % 16 == 0 else value.clone()
+
+
 def power_of_2(n: int, low: int = 1, high: int = 2**30) -> int:
     """Return the next power of two, within bounds."""
-    power: int = triton.next_power_of_2(n)
-    return max(low, min(high, power))
+    return max(low, min(high, 1 << (n - 1).bit_length()))
 
 
-class _Fused:
-    """A problem, the sizes of its tiles and chunks, and the launches of the kernels."""
+class _Plan:
+    """The sizes of tiles and chunks, and the kernels, of problems of one shape."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.labels = problem, problem.labels
-        self.x, self.weight = problem.x.detach().contiguous(), problem.proxies.detach().contiguous()
-        self.batch, self.dim = self.x.shape
-        self.classes, self.k, _ = self.weight.shape
-        precision = problem.precision
-        self.parts = PARTS[
-            torch.get_float32_matmul_precision() if precision == "auto" else precision
-        ]
+    def __init__(
+        self, batch: int, shape: tuple[int, int, int], parts: int, similarity: str,
+        flags: tuple[bool, bool], processors: int, chunk_bytes: int,
+    ) -> None:  # fmt: skip
+        self.batch, self.parts, self.processors = batch, parts, processors
+        self.classes, self.k, self.dim = shape
         self.kp = power_of_2(self.k)
-        one, several, self.proxy_tile, self.embedding_tile = TILES[self.parts]
-        entry_tile = one if self.k == 1 else several
-        self.block = power_of_2(self.batch, 16, entry_tile.columns)
-        self.blocks = triton.cdiv(self.batch, self.block)
-        self.padded_batch = self.blocks * self.block
-        self.padded_dim = triton.cdiv(self.dim, _DIMS) * _DIMS
-        self.tile = entry_tile.rows // self.kp  # classes
-        row_bytes = 2 * self.parts * (self.padded_batch + self.padded_dim)
-        tiles = max(1, CHUNK_BYTES // (row_bytes * self.k * self.tile))
+        tiles = TILES[parts]
+        self.entry_tile = grouped_tile(tiles.entries, self.kp)
+        self.sum_tile = grouped_tile(tiles.log_sums, self.kp)
+        # The blocks of the batch are those of the widest tile.
+        widest = max(self.entry_tile.columns, self.sum_tile.columns, tiles.embeddings.rows)
+        self.padded_batch = power_of_2(batch, 16, widest)
+        self.padded_batch *= -(-batch // self.padded_batch)
+        self.padded_dim = -(-self.dim // _DIMS) * _DIMS
+        self.block = min(self.entry_tile.columns, self.padded_batch)
+        self.blocks = self.padded_batch // self.block
+        self.tile = self.entry_tile.rows // self.kp  # classes
+        row_bytes = 2 * parts * (self.padded_batch + self.padded_dim)
+        count = max(1, chunk_bytes // (row_bytes * self.k * self.tile))
         # As many tiles as multiprocessors, or a multiple, occupy all of them to the end.
-        wave = max(1, self.processors() // self.blocks)
-        tiles = tiles // wave * wave if tiles > wave else tiles
-        self.capacity = self.tile * min(tiles, triton.cdiv(self.classes, self.tile))
-        has_scales = isinstance(problem.scale, Tensor)
-        self.scale = 0.0 if isinstance(problem.scale, Tensor) else float(problem.scale)
-        self.scales = problem.scale.detach() if isinstance(problem.scale, Tensor) else self.x
-        self.sizes = {"K": self.k, "PB": self.padded_batch, "PD": self.padded_dim}
-        self.form = {
-            "K": self.k,
-            "KP": self.kp,
-            "AGGREGATION": kernels.AGGREGATIONS[problem.form.similarity],
-            "PARTS": self.parts,
-        }
-        self.tiles = (
-            self.form
-            | self.sizes
-            | {
-                "SCALES": has_scales,
-                "LIMIT": problem.ignore_above is not None,
-                "BR": entry_tile.rows,
-                "BB": self.block,
-                "BD": entry_tile.depth,
-                "num_warps": entry_tile.warps,
-                "num_stages": entry_tile.stages,
-            }
+        wave = max(1, processors // self.blocks)
+        count = count // wave * wave if count > wave else count
+        self.capacity = self.tile * min(count, -(-self.classes // self.tile))
+        self.rows = self.capacity * self.k
+        self.constants = {
+            "K": self.k, "KP": self.kp, "DIM": self.dim, "PB": self.padded_batch,
+            "PD": self.padded_dim, "PARTS": parts, "BLOCKS": self.blocks,
+            "AGGREGATION": kernels.AGGREGATIONS[similarity],
+            "SCALES": flags[0], "LIMIT": flags[1],
+        }  # fmt: skip
+        self._launchers: dict[Any, Callable[..., None]] = {}
+        self._set_product_tiles(tiles.proxies, tiles.embeddings)
+
+    def _set_product_tiles(self, proxies: Tile, embeddings: Tile) -> None:
+        columns = largest_divisor(self.padded_dim, proxies.columns)
+        self.proxy_rows, self.proxy_columns = proxies.rows, self.padded_dim // columns
+        self.proxy_options = {
+            "BM": proxies.rows, "BN": columns, "BK": min(proxies.depth, self.padded_batch),
+            "num_warps": proxies.warps, "num_stages": proxies.stages,
+        }  # fmt: skip
+        rows = largest_divisor(self.padded_batch, embeddings.rows)
+        columns = largest_divisor(self.padded_dim, embeddings.columns)
+        self.embedding_tiles = (self.padded_batch // rows) * (self.padded_dim // columns)
+        self.splits = min(
+            -(-self.rows // embeddings.depth), max(1, self.processors // self.embedding_tiles)
         )
-        limit = 0.0 if problem.ignore_above is None else problem.ignore_above
-        self.numbers = self.scale, float(problem.offset), float(limit), float(problem.gamma)
-        bound = abs(problem.offset) + (torch.inf if has_scales else abs(self.scale))
-        self.needs_peaks = bound >= SAFE_EXPONENT or problem.has_weights
-        rows = self.capacity * self.k
-        self.x_parts = self.new(
-            self.parts, self.padded_batch, self.padded_dim, dtype=torch.bfloat16
-        )
-        self.w = self.new(self.parts, rows, self.padded_dim, dtype=torch.bfloat16)
-        self.inverses = self.new(rows)
-        self.needs_distance = problem.needs_distance and self.k > 1
-        self.distances = self.new(self.classes) if self.needs_distance else self.x
+        self.embedding_options = {
+            "BM": rows, "BN": columns, "BK": embeddings.depth,
+            "num_warps": embeddings.warps, "num_stages": embeddings.stages,
+        }  # fmt: skip
 
-    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return an uninitialized array."""
-        return self.x.new_empty(shape, dtype=dtype)
-
-    def processors(self) -> int:
-        """Return the number of multiprocessors."""
-        if not self.x.is_cuda:  # Triton's interpreter
-            return 4
-        return torch.cuda.get_device_properties(self.x.device).multi_processor_count
-
-    def positives(self) -> Tensor:
-        """Return each sample's similarity to its class; set its cosines and derivatives, and x."""
-        positive = self.new(self.batch)
-        self.cosines, self.slopes = self.new(2, self.batch, self.k)
-        launch = launcher(
-            kernels.positives, **self.form, DIM=self.dim, PB=self.padded_batch, PD=self.padded_dim,
-            BD=power_of_2(self.padded_dim, 16, max(64, 2048 // self.kp)),
-        )  # fmt: skip
-        launch(
-            (self.padded_batch,), self.x, self.weight, self.labels, positive, self.cosines,
-            self.slopes, self.x_parts, self.numbers[3], self.batch, self.classes,
-        )  # fmt: skip
-        return positive
-
-    def chunks(self) -> Iterator[tuple[int, int]]:
-        """Normalize the proxies of each chunk; yield its first class and number of classes."""
-        size = self.row_blocks()
-        launch = launcher(
-            kernels.prepare, K=self.k, KP=self.kp, DIM=self.dim, PD=self.padded_dim,
-            PARTS=self.parts, DISTANCES=self.needs_distance, **size,
-        )  # fmt: skip
-        for first in range(0, self.classes, self.capacity):
-            count = min(self.capacity, self.classes - first)
-            launch(
-                (triton.cdiv(count, size["BC"]),), self.weight, self.w, self.inverses,
-                self.distances, first, count, self.capacity,
-            )  # fmt: skip
-            yield first, count
+    def entry_options(self, tile: Tile) -> dict[str, int]:
+        """Return the options of `entries` or `log_sums`."""
+        return {
+            "BR": tile.rows, "BB": min(tile.columns, self.padded_batch), "BD": tile.depth,
+            "num_warps": tile.warps, "num_stages": tile.stages,
+        }  # fmt: skip
 
     def row_blocks(self) -> dict[str, int]:
         """Return how many classes and dimensions a program reads at once, about 4 096 numbers."""
         width = power_of_2(self.padded_dim, 16, max(16, 4096 // self.kp))
         return {"BC": max(1, min(8, 4096 // (self.kp * width))), "BD": width}
 
+    def launcher(self, kernel: Any, key: Any, **options: Any) -> Callable[..., None]:
+        """Return the launcher of a kernel for this shape; ``key`` identifies the options."""
+        launch = self._launchers.get((kernel, key))
+        if launch is None:
+            launch = launcher(kernel, **self.constants | options)
+            self._launchers[kernel, key] = launch
+        return launch
+
+
+_plan = lru_cache(maxsize=256)(_Plan)
+
+
+def _processors(device: torch.device) -> int:
+    """Return the number of multiprocessors."""
+    if device.type != "cuda":  # Triton's interpreter
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class _Fused:
+    """A problem, its arrays, and the launches of the kernels."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.labels = problem, aligned(problem.labels)
+        self.x, self.weight = aligned(problem.x.detach()), aligned(problem.proxies.detach())
+        precision = problem.precision
+        if precision == "auto":
+            precision = torch.get_float32_matmul_precision()
+        self.scales = aligned(problem.scale.detach()) if is_tensor(problem.scale) else None
+        flags = self.scales is not None, problem.ignore_above is not None
+        self.plan = plan = _plan(
+            len(self.x), tuple(self.weight.shape), PARTS[precision], problem.form.similarity, flags,
+            _processors(self.x.device), CHUNK_BYTES,
+        )  # fmt: skip
+        scale = 0.0 if is_tensor(problem.scale) else float(problem.scale)
+        limit = 0.0 if problem.ignore_above is None else float(problem.ignore_above)
+        self.numbers = scale, float(problem.offset), limit, float(problem.gamma)
+        bound = abs(problem.offset) + (torch.inf if flags[0] else abs(scale))
+        self.needs_peaks = bound >= SAFE_EXPONENT or problem.has_weights
+        self.x_parts = self.new(plan.parts, plan.padded_batch, plan.padded_dim, torch.bfloat16)
+        self.w = self.new(plan.parts, plan.rows, plan.padded_dim, torch.bfloat16)
+        self.inverses = self.new(plan.rows)
+        self.needs_distance = problem.needs_distance and plan.k > 1
+        self.distances = self.new(plan.classes) if self.needs_distance else None
+
+    def new(self, *shape: Any) -> Tensor:
+        """Return an uninitialized array; a type may follow the shape."""
+        if isinstance(shape[-1], torch.dtype):
+            return self.x.new_empty(shape[:-1], dtype=shape[-1])
+        return self.x.new_empty(shape)
+
+    def positives(self) -> Tensor:
+        """Return each sample's similarity to its class; set its cosines and derivatives, and x."""
+        plan = self.plan
+        positive = self.new(plan.batch)
+        self.cosines, self.slopes = self.new(plan.batch, plan.k), self.new(plan.batch, plan.k)
+        width = power_of_2(plan.padded_dim, 16, max(64, 2048 // plan.kp))
+        launch = plan.launcher(kernels.positives, None, BD=width)
+        launch(
+            (plan.padded_batch,), self.x, self.weight, self.labels, positive, self.cosines,
+            self.slopes, self.x_parts, self.numbers[3], plan.batch, plan.classes,
+        )  # fmt: skip
+        return positive
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Normalize the proxies of each chunk; yield its first class and number of classes."""
+        plan, size = self.plan, self.plan.row_blocks()
+        launch = plan.launcher(
+            kernels.prepare, self.needs_distance, DISTANCES=self.needs_distance, **size
+        )
+        for first in range(0, plan.classes, plan.capacity):
+            count = min(plan.capacity, plan.classes - first)
+            launch(
+                (-(-count // size["BC"]),), self.weight, self.w, self.inverses, self.distances,
+                first, count, plan.capacity,
+            )  # fmt: skip
+            yield first, count
+
     @property
     def distance_pairs(self) -> int:
         """The number of ordered pairs of proxies of a class, over all classes."""
-        return self.classes * max(1, self.k * (self.k - 1))
+        return self.plan.classes * max(1, self.plan.k * (self.plan.k - 1))
 
     def distance(self) -> Tensor | None:
         """Return the intra-class distance (see `dense.intra_class_distance`)."""
         if not self.problem.needs_distance:
             return None
-        if not self.needs_distance:
+        if self.distances is None:
             return self.x.new_zeros(())
         return self.distances.sum() / self.distance_pairs
 
     def log_sums(self) -> tuple[Tensor, Tensor | None]:
         """Return the log-sum-exp of each sample's negatives, and the sum of its similarities."""
-        needs_total = self.problem.needs_total
-        programs = min(self.capacity // self.tile, max(1, self.processors() // self.blocks))
-        peaks = self.x.new_full((programs, self.padded_batch), torch.finfo(torch.float32).min)
-        sums, totals = self.x.new_zeros(2, programs, self.padded_batch)
-        depth = self.tiles["BD"] if self.parts == 1 else 32  # more would spill registers
-        launch = launcher(kernels.log_sums, **self.tiles | {"BD": depth}, TOTAL=needs_total)
+        plan, needs_total, tile = self.plan, self.problem.needs_total, self.plan.sum_tile
+        options = plan.entry_options(tile)
+        blocks, classes = plan.padded_batch // options["BB"], tile.rows // plan.kp
+        programs = min(-(-plan.capacity // classes), max(1, plan.processors // blocks))
+        peaks, sums = (self.new(programs, plan.padded_batch) for _ in range(2))
+        totals = self.new(programs, plan.padded_batch) if needs_total else None
+        launch = plan.launcher(kernels.log_sums, needs_total, TOTAL=needs_total, **options)
         for first, count in self.chunks():
             launch(
-                (self.blocks, programs), self.x_parts, self.w, self.labels, self.scales, peaks,
-                sums, totals, *self.numbers, first, count, self.batch, self.capacity,
+                (blocks, programs), self.x_parts, self.w, self.labels, self.scales, peaks, sums,
+                totals, *self.numbers, first, count, plan.batch, plan.capacity,
             )  # fmt: skip
-        lse = torch.logsumexp(sums.log().add_(peaks), 0)[: self.batch]
-        return lse, totals.sum(0)[: self.batch] if needs_total else None
+        lse = self.new(plan.batch)
+        total = self.new(plan.batch) if needs_total else None
+        finish = plan.launcher(kernels.finish_log_sums, needs_total, TOTAL=needs_total, BB=64)
+        finish((-(-plan.batch // 64),), peaks, sums, totals, lse, total, plan.batch, programs)
+        return lse, total
 
     def class_pass(
         self, weight: float | Tensor | None, gradients: "_Gradients | None" = None
     ) -> Tensor:
         """Return the terms of the classes [C], weighted if there is a weight; add the gradients."""
-        terms = self.new(self.classes)
-        sums, shifts = self.new(self.blocks, self.capacity), self.x
-        factors = self.new(self.capacity * self.k)
-        weights = weight if isinstance(weight, Tensor) else self.x
+        plan = self.plan
+        terms, sums = self.new(plan.classes), self.new(plan.blocks, plan.capacity)
+        factors = None if gradients is None else self.new(plan.rows)
+        weights = aligned(weight) if is_tensor(weight) else None
         number = weight if isinstance(weight, float) else 1.0
-        find_peaks = self._entries(None, BY_CLASS=True, PEAKS=True)
-        compute_entries = self._entries(gradients, BY_CLASS=True, SHIFTS=self.needs_peaks)
-        width = power_of_2(self.padded_dim, 64, 1024)
+        find_peaks = self._entries(None, by_class=True, peaks=True)
+        compute_entries = self._entries(gradients, by_class=True)
+        width = power_of_2(plan.padded_dim, 64, 1024)
         rows = 4096 // width
-        finish = launcher(
-            kernels.class_terms, K=self.k, PD=self.padded_dim, BLOCKS=self.blocks,
-            PARTS=self.parts, SHIFTS=self.needs_peaks, WEIGHTS=isinstance(weight, Tensor),
+        key = self.needs_peaks, weights is None, weight is None, gradients is None
+        finish = plan.launcher(
+            kernels.class_terms, key, SHIFTS=self.needs_peaks, WEIGHTS=weights is not None,
             TERMS=weight is None, GRADIENT=gradients is not None, BR=rows, BD=width,
         )  # fmt: skip
         for first, count in self.chunks():
+            shifts = None
             if self.needs_peaks:
                 find_peaks(first, count, sums)
                 shifts = sums.amax(0).clamp_(min=0.0)
             compute_entries(first, count, sums, shifts)
             finish(
-                (triton.cdiv(count * self.k, rows),), sums, shifts, weights, number, terms,
-                factors, self.w, first, count, self.capacity,
+                (-(-count * plan.k // rows),), sums, shifts, weights, number, terms, factors,
+                self.w, first, count, plan.capacity,
             )  # fmt: skip
             if gradients is not None:
                 gradients.add_chunk(first, count, factors)
@@ -266,38 +339,44 @@ class _Fused:
         self, gradients: "_Gradients", lse: Tensor, slopes: Tensor, total_slopes: Tensor | None
     ) -> Tensor | None:
         """Add the gradients of x and proxies; return that of the scale, if there are scales."""
-        has_scales, scale = self.tiles["SCALES"], None
-        tiles = self.capacity // self.tile if has_scales else 0
-        scale_slopes = self.new(tiles, self.padded_batch)
-        compute_entries = self._entries(gradients, TOTAL=total_slopes is not None)
-        totals = self.x if total_slopes is None else total_slopes
+        plan, scale, scale_slopes = self.plan, None, None
+        if self.scales is not None:
+            scale_slopes = self.new(plan.capacity // plan.tile, plan.padded_batch)
+        compute_entries = self._entries(gradients, total=total_slopes is not None)
         for first, count in self.chunks():
-            compute_entries(first, count, self.x, self.x, lse, slopes, totals, scale_slopes)
-            if has_scales:
-                part = scale_slopes[: triton.cdiv(count, self.tile), : self.batch].sum(0)
+            compute_entries(first, count, None, None, lse, slopes, total_slopes, scale_slopes)
+            if scale_slopes is not None:
+                part = scale_slopes[: -(-count // plan.tile), : plan.batch].sum(0)
                 scale = part if scale is None else scale + part
             gradients.add_chunk(first, count)
         return scale
 
-    def _entries(self, gradients: "_Gradients | None", **flags: bool) -> Callable[..., None]:
+    def _entries(
+        self, gradients: "_Gradients | None", by_class: bool = False, peaks: bool = False,
+        total: bool = False,
+    ) -> Callable[..., None]:  # fmt: skip
         """Return a function that launches `kernels.entries` for a chunk."""
-        x, log_weights = self.x, self.problem.log_weights
-        g, radial = (x, x) if gradients is None else (gradients.g, gradients.radial)
-        options = dict.fromkeys(("BY_CLASS", "SHIFTS", "PEAKS", "TOTAL"), False) | flags
-        launch = launcher(
-            kernels.entries, **self.tiles, **options, LOG_WEIGHTS=log_weights is not None,
-            GRADIENT=gradients is not None,
+        plan = self.plan
+        log_weights = self.problem.log_weights
+        log_weights = None if log_weights is None else aligned(log_weights)
+        g, radial = (None, None) if gradients is None else (gradients.g, gradients.radial)
+        shifts = by_class and self.needs_peaks and not peaks
+        key = by_class, shifts, peaks, total, log_weights is None, g is None
+        launch = plan.launcher(
+            kernels.entries, key, BY_CLASS=by_class, SHIFTS=shifts, PEAKS=peaks, TOTAL=total,
+            LOG_WEIGHTS=log_weights is not None, GRADIENT=g is not None,
+            **plan.entry_options(plan.entry_tile),
         )  # fmt: skip
 
         def run(
-            first: int, count: int, sums: Tensor, shifts: Tensor = x, lse: Tensor = x,
-            slopes: Tensor = x, total_slopes: Tensor = x, scale_slopes: Tensor = x,
+            first: int, count: int, sums: Tensor | None, shifts: Tensor | None = None,
+            lse: Tensor | None = None, slopes: Tensor | None = None,
+            total_slopes: Tensor | None = None, scale_slopes: Tensor | None = None,
         ) -> None:  # fmt: skip
             launch(
-                (self.blocks, triton.cdiv(count, self.tile)), self.x_parts, self.w, self.labels,
-                x if log_weights is None else log_weights, self.scales, shifts, lse, slopes,
-                total_slopes, g, sums, radial, scale_slopes, *self.numbers, first, count,
-                self.batch, self.capacity,
+                (plan.blocks, -(-count // plan.tile)), self.x_parts, self.w, self.labels,
+                log_weights, self.scales, shifts, lse, slopes, total_slopes, g, sums, radial,
+                scale_slopes, *self.numbers, first, count, plan.batch, plan.capacity,
             )  # fmt: skip
 
         return run
@@ -311,61 +390,44 @@ class _Gradients:
     """
 
     def __init__(self, fused: _Fused, needs: Sequence[bool]) -> None:
-        self.fused, self.rows = fused, fused.capacity * fused.k
+        self.fused, self.plan = fused, fused.plan
+        plan = fused.plan
         self.update = fused.problem.update if needs[1] else None
-        self.g = fused.new(fused.parts, self.rows, fused.padded_batch, dtype=torch.bfloat16)
-        self.radial = fused.new(fused.blocks, self.rows)
-        classes = fused.classes if self.update is None else fused.capacity
-        self.proxies = fused.new(classes, fused.k, fused.dim) if needs[1] else None
+        self.g = fused.new(plan.parts, plan.rows, plan.padded_batch, torch.bfloat16)
+        self.radial = fused.new(plan.blocks, plan.rows)
+        classes = plan.classes if self.update is None else plan.capacity
+        self.proxies = fused.new(classes, plan.k, plan.dim) if needs[1] else None
+        shape = plan.splits, plan.padded_batch, plan.padded_dim
+        self.partial = fused.new(*shape) if needs[0] else None
         self.factor: Tensor | None = None
-        self._prepare_embeddings(fused.embedding_tile, needs[0])
-        tile = fused.proxy_tile
-        columns = largest_divisor(fused.padded_dim, tile.columns)
-        self.proxy_rows, self.proxy_columns = tile.rows, fused.padded_dim // columns
-        self.write_proxies = launcher(
-            kernels.proxy_gradients, **fused.sizes, DIM=fused.dim, BLOCKS=fused.blocks,
-            PARTS=fused.parts, FACTORS=fused.problem.form.by == "class", BM=tile.rows, BN=columns,
-            BK=min(tile.depth, fused.block), num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-
-    def _prepare_embeddings(self, tile: Tile, needed: bool) -> None:
-        fused = self.fused
-        rows = largest_divisor(fused.padded_batch, tile.rows)
-        columns = largest_divisor(fused.padded_dim, tile.columns)
-        self.tiles = (fused.padded_batch // rows) * (fused.padded_dim // columns)
-        self.splits = min(
-            triton.cdiv(self.rows, tile.depth), max(1, fused.processors() // self.tiles)
-        )
-        shape = self.splits, fused.padded_batch, fused.padded_dim
-        self.partial = fused.new(*shape) if needed else None
-        self.add_x = launcher(
-            kernels.embedding_gradients, **fused.sizes, PARTS=fused.parts, BM=rows, BN=columns,
-            BK=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
 
     def set_other_terms(self, positive: Tensor, distance: Tensor | None) -> None:
         """Set the gradients of the positives and of the intra-class distance."""
         fused = self.fused
-        self.grad_positive, self.grad_distance = positive.contiguous(), distance
+        self.grad_positive, self.grad_distance = aligned(positive), distance
         self.own = fused.weight, fused.labels  # the proxies of the samples
         if self.update is not None:  # before they change
-            labels = fused.labels.clamp(0, fused.classes - 1)
-            self.own = fused.weight[labels], torch.arange(fused.batch, device=labels.device)
+            labels = fused.labels.clamp(0, self.plan.classes - 1)
+            self.own = fused.weight[labels], torch.arange(self.plan.batch, device=labels.device)
 
     def add_chunk(self, first: int, count: int, factors: Tensor | None = None) -> None:
         """Add the gradients of a chunk, whose `g` and `radial` are complete."""
-        fused, rows = self.fused, count * self.fused.k
+        fused, plan, rows = self.fused, self.plan, count * self.plan.k
         if self.partial is not None:
-            self.add_x(
-                (self.tiles, self.splits), self.g, fused.w, self.partial, first, rows,
-                fused.capacity, self.splits,
+            launch = plan.launcher(kernels.embedding_gradients, None, **plan.embedding_options)
+            launch(
+                (plan.embedding_tiles, plan.splits), self.g, fused.w, self.partial, first, rows,
+                plan.capacity, plan.splits,
             )  # fmt: skip
         if self.proxies is not None:
-            start = first * fused.k if self.update is None else 0
-            self.write_proxies(
-                (self.proxy_columns, triton.cdiv(rows, self.proxy_rows)), self.g, fused.x_parts,
-                fused.w, fused.inverses, fused.inverses if factors is None else factors,
-                self.radial, self.proxies, rows, start, fused.capacity,
+            has_factors = factors is not None
+            launch = plan.launcher(
+                kernels.proxy_gradients, has_factors, FACTORS=has_factors, **plan.proxy_options
+            )
+            start = first * plan.k if self.update is None else 0
+            launch(
+                (plan.proxy_columns, -(-rows // plan.proxy_rows)), self.g, fused.x_parts, fused.w,
+                fused.inverses, factors, self.radial, self.proxies, rows, start, plan.capacity,
             )  # fmt: skip
         if self.update is not None and self.proxies is not None:
             self._add_other_terms(self.proxies[:count], first)
@@ -382,43 +444,40 @@ class _Gradients:
             if self.factor is not None:
                 n = self.proxies.numel()
                 launch = launcher(kernels.multiply_unless_one, BLOCK=4096)
-                launch((min(triton.cdiv(n, 4096), 1056),), self.proxies, self.factor, n)
+                launch((min(-(-n // 4096), 1056),), self.proxies, self.factor, n)
             self._add_other_terms(self.proxies, 0)
         return x, self.proxies
 
     def _complete_embeddings(self, partial: Tensor) -> Tensor:
-        fused, (weight, labels) = self.fused, self.own
+        fused, plan, (weight, labels) = self.fused, self.plan, self.own
         x = torch.empty_like(fused.x)
-        launch = launcher(
-            kernels.complete_embeddings, **fused.sizes, DIM=fused.dim,
-            FACTOR=self.factor is not None, BD=power_of_2(fused.dim),
-        )  # fmt: skip
+        has_factor = self.factor is not None
+        launch = plan.launcher(
+            kernels.complete_embeddings, has_factor, FACTOR=has_factor, BD=power_of_2(plan.dim)
+        )
         launch(
-            (fused.batch,), partial, partial if self.factor is None else self.factor, weight,
-            labels, fused.slopes, self.grad_positive, x, fused.batch, len(weight), self.splits,
+            (plan.batch,), partial, self.factor, weight, labels, fused.slopes, self.grad_positive,
+            x, plan.batch, len(weight), plan.splits,
         )  # fmt: skip
         return x
 
     def _add_other_terms(self, proxies: Tensor, first: int) -> None:
-        fused = self.fused
-        width = power_of_2(fused.dim, 16, 256)
-        launch = launcher(
-            kernels.add_positive_gradients, K=fused.k, KP=max(16, fused.kp), DIM=fused.dim, BB=16,
-            BD=width,
-        )  # fmt: skip
+        fused, plan = self.fused, self.plan
+        width = power_of_2(plan.dim, 16, 256)
+        launch = plan.launcher(
+            kernels.add_positive_gradients, None, BB=power_of_2(plan.batch, 16, 1024), BD=width
+        )
         launch(
-            (fused.batch, triton.cdiv(fused.dim, width)), fused.x, fused.weight, fused.labels,
-            fused.cosines, fused.slopes, self.grad_positive, proxies, first, fused.batch,
+            (plan.batch, -(-plan.dim // width)), fused.x, fused.weight, fused.labels,
+            fused.cosines, fused.slopes, self.grad_positive, proxies, first, plan.batch,
             len(proxies),
         )  # fmt: skip
         if fused.needs_distance and self.grad_distance is not None:
-            size = fused.row_blocks()
-            launch = launcher(
-                kernels.add_pair_gradients, K=fused.k, KP=fused.kp, DIM=fused.dim, **size
-            )
+            size = plan.row_blocks()
+            launch = plan.launcher(kernels.add_pair_gradients, None, **size)
             launch(
-                (triton.cdiv(len(proxies), size["BC"]),), fused.weight[first:], proxies,
-                self.grad_distance, 1.0 / fused.distance_pairs, len(proxies),
+                (-(-len(proxies) // size["BC"]),), fused.weight, proxies, self.grad_distance,
+                1.0 / fused.distance_pairs, first, len(proxies),
             )  # fmt: skip
 
 
@@ -462,8 +521,8 @@ class _ByClass(torch.autograd.Function):
                 gradients.set_other_terms(grad_positive, grad_distance)
                 factor, weight = grad_value, fused.problem.class_weight
                 if weight is not None:
-                    factor = (grad_value * weight).expand(fused.classes)
-                fused.class_pass(factor.contiguous(), gradients)
+                    factor = (grad_value * weight).expand(fused.plan.classes)
+                fused.class_pass(factor, gradients)
             return None, *gradients.complete(), None
 
 
@@ -487,10 +546,10 @@ class _BySample(torch.autograd.Function):
         grad_positive, grad_lse, grad_total, grad_distance = grads
         assert grad_positive is not None
         assert grad_lse is not None
-        totals = None if grad_total is None else grad_total.contiguous()
+        totals = None if grad_total is None else aligned(grad_total)
         with torch.cuda.device_of(fused.x):  # type: ignore[no-untyped-call]
             gradients = _Gradients(fused, ctx.needs_input_grad[1:])
             gradients.set_other_terms(grad_positive, grad_distance)
-            scale = fused.sample_pass(gradients, lse, grad_lse.contiguous(), totals)
+            scale = fused.sample_pass(gradients, lse, aligned(grad_lse), totals)
             x, proxies = gradients.complete()
             return None, x, proxies, scale if ctx.needs_input_grad[3] else None

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proximetry.losses import batch
+from proximetry.losses import batch as torch_batch
 from proximetry.losses import fused_kernels as kernels
 from proximetry.losses.batch import Batch
-from proximetry.losses.fused import launcher, power_of_2
+from proximetry.losses.fused import aligned, launcher, power_of_2
 
 
 def normalize(
@@ -21,11 +21,16 @@ def normalize(
         return Batch(*_Normalize.apply(embeddings, labels, weights))  # type: ignore[no-untyped-call]
 
 
-def pull(logit: Tensor, log_weights: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+def pull(logit: Tensor, batch: Batch, num_classes: int) -> tuple[Tensor, Tensor]:
     """Return the same as `batch.pull`."""
     with torch.cuda.device_of(logit):  # type: ignore[no-untyped-call]
-        total: Tensor = _Pull.apply(logit, log_weights, labels, num_classes)  # type: ignore[no-untyped-call]
-        return total
+        return _Pull.apply(logit, batch, num_classes)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def mean(terms: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same as `batch.mean`."""
+    with torch.cuda.device_of(terms):  # type: ignore[no-untyped-call]
+        return _Mean.apply(terms, weights)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Normalize(torch.autograd.Function):
@@ -33,14 +38,15 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx: Any, embeddings: Tensor, labels: Tensor, weights: Tensor | None) -> Any:
         size, dim = embeddings.shape
         x = torch.empty(size, dim, device=embeddings.device)
-        length, inverse, weights_out, log_weights = x.new_empty(4, size).unbind()
+        length, inverse, weights_out, log_weights = (x.new_empty(size) for _ in range(4))
         labels_out = torch.empty_like(labels)
         launch = launcher(
-            kernels.normalize, DIM=dim, WEIGHTS=weights is not None, BD=power_of_2(dim)
-        )
+            kernels.normalize, DIM=dim, WEIGHTS=weights is not None, BD=power_of_2(dim),
+            TYPE=embeddings.dtype,
+        )  # fmt: skip
         launch(
-            (size,), embeddings.contiguous(), labels,
-            x if weights is None else weights.float().contiguous(), x, length, inverse, labels_out,
+            (size,), aligned(embeddings), aligned(labels),
+            None if weights is None else aligned(weights.float()), x, length, inverse, labels_out,
             weights_out, log_weights,
         )  # fmt: skip
         ctx.mark_non_differentiable(labels_out, weights_out, log_weights)
@@ -54,7 +60,7 @@ class _Normalize(torch.autograd.Function):
         embeddings, labels, x, inverse = ctx.saved_tensors
         grad_x, grad_length, *_ = grads
         if torch.is_grad_enabled():  # create_graph=True
-            outputs = batch.normalize(embeddings, labels, ctx.weights, x.dtype)[:2]
+            outputs = torch_batch.normalize(embeddings, labels, ctx.weights, x.dtype)[:2]
             return _differentiable(outputs, grads[:2], embeddings), None, None
         if grad_x is None:
             grad_x = torch.zeros_like(x)
@@ -64,31 +70,51 @@ class _Normalize(torch.autograd.Function):
             BD=power_of_2(x.shape[1]),
         )  # fmt: skip
         launch(
-            (len(x),), x, inverse, grad_x.contiguous(),
-            x if grad_length is None else grad_length.contiguous(), gradient,
+            (len(x),), x, inverse, aligned(grad_x),
+            None if grad_length is None else aligned(grad_length), gradient,
         )  # fmt: skip
         return gradient.to(embeddings.dtype), None, None
 
 
 class _Pull(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logit: Tensor, log_weights: Tensor, labels: Tensor, num_classes: int
-    ) -> Tensor:
-        terms, slopes = logit.new_empty(2, len(logit)).unbind()
-        launch = launcher(kernels.class_pulls, BB=min(1024, power_of_2(len(logit), 16)))
-        launch((len(logit),), logit.contiguous(), log_weights, labels, terms, slopes, len(logit))
-        ctx.save_for_backward(logit, log_weights, labels, slopes)
-        ctx.num_classes = num_classes
-        return terms.sum()
+    def forward(ctx: Any, logit: Tensor, batch: Batch, num_classes: int) -> Any:
+        size = len(logit)
+        terms, slopes, value, factor = (logit.new_empty(n) for n in (size, size, (), ()))
+        launch = launcher(kernels.class_pulls, BB=min(1024, power_of_2(size, 16)))
+        log_weights, labels = aligned(batch.log_weights), aligned(batch.labels)
+        launch((size,), aligned(logit), log_weights, labels, terms, slopes, size)
+        finish = launcher(kernels.finish_pulls, BB=min(1024, power_of_2(size, 16)))
+        finish((1,), terms, slopes, value, factor, size)
+        ctx.save_for_backward(logit, slopes)
+        ctx.batch, ctx.num_classes = batch, num_classes
+        ctx.mark_non_differentiable(factor)
+        return value, factor
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        logit, log_weights, labels, slopes = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, _factor: Any) -> Any:
+        logit, slopes = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
-            total = batch.pull(logit, log_weights, labels, ctx.num_classes)
-            return _differentiable((total,), (grad,), logit), None, None, None
-        return slopes * grad, None, None, None
+            value, _ = torch_batch.pull(logit, ctx.batch, ctx.num_classes)
+            return _differentiable((value,), (grad,), logit), None, None
+        return slopes * grad, None, None
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, terms: Tensor, weights: Tensor) -> Any:
+        size = len(terms)
+        slopes, value, factor = (terms.new_empty(n) for n in (size, (), ()))
+        launch = launcher(kernels.weighted_mean, BB=min(1024, power_of_2(size, 16)))
+        launch((1,), aligned(terms), aligned(weights), slopes, value, factor, size)
+        ctx.save_for_backward(slopes)
+        ctx.mark_non_differentiable(factor)
+        return value, factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _factor: Any) -> Any:
+        (slopes,) = ctx.saved_tensors
+        return slopes * grad, None
 
 
 def _differentiable(outputs: Any, grads: Any, value: Tensor) -> Tensor:

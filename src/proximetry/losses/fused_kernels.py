@@ -7,7 +7,8 @@ products) more than that of TF32, 3 parts (six products) that of float32.
 Arrays of a chunk: `x` [PARTS, PB, PD] has the unit embeddings, `w` [PARTS, capacity · K, PD] the
 unit proxies, `g` [PARTS, capacity · K, PB] the gradient of each cosine. A row is a proxy,
 class · K + k. PB and PD are batch and DIM, padded with zeros to multiples of the tiles, so that
-loops need no masks. In a tile each class has KP ≥ K rows, a power of two.
+loops need no masks. A tile of `entries` has KP ≥ K rows for each of its classes, KP a power of two:
+first one proxy of each class, then the next, so that a thread has all proxies of a class.
 """
 
 import os
@@ -17,10 +18,14 @@ import triton.language as tl
 
 #: Triton's interpreter cannot multiply bf16 numbers.
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+#: The logarithm of weight 0: finite, as with -inf gradients would be NaN (see `batch.normalize`).
+_LOG_ZERO = tl.constexpr(-8.507058730234616e37)
 #: How the K proxies of a class give its similarity.
 AGGREGATIONS = {"single": 0, "mean": 0, "soft": 1, "max": 2}
 #: Kernels are not compiled for values of these arguments: see `fused.launcher`.
-_INTEGERS = ["first", "count", "rows", "batch", "classes", "capacity", "splits", "n"]
+_INTEGERS = [
+    "first", "count", "rows", "batch", "classes", "capacity", "splits", "programs", "start", "n"
+]  # fmt: skip
 
 
 @triton.jit
@@ -79,21 +84,21 @@ def _inverse(squares):
 
 
 @triton.jit
-def _aggregate(s, valid, gamma, K: tl.constexpr, AGGREGATION: tl.constexpr, AXIS: tl.constexpr):
-    """Return S from the cosines s of K proxies along an axis, which stays, and dS/ds."""
+def _aggregate(s, valid, gamma, K: tl.constexpr, AGGREGATION: tl.constexpr):
+    """Return S and dS/ds from the cosines s of K proxies along the first axis, which S keeps."""
     if AGGREGATION == 1:  # soft
-        masked = tl.where(valid, s, float("-inf"))
-        e = tl.exp((masked - tl.max(masked, AXIS, keep_dims=True)) / gamma)
-        share = e / tl.sum(e, AXIS, keep_dims=True)
-        S = tl.sum(share * s, AXIS, keep_dims=True)
-        slope = share * ((s - S) / gamma + 1.0)
+        masked, rate = tl.where(valid, s, float("-inf")), 1.0 / gamma
+        e = tl.exp((masked - tl.max(masked, 0, keep_dims=True)) * rate)
+        share = e * (1.0 / tl.sum(e, 0, keep_dims=True))
+        S = tl.sum(share * s, 0, keep_dims=True)
+        slope = share * ((s - S) * rate + 1.0)
     elif AGGREGATION == 2:  # max
         masked = tl.where(valid, s, float("-inf"))
-        S = tl.max(masked, AXIS, keep_dims=True)
+        S = tl.max(masked, 0, keep_dims=True)
         nearest = (masked == S).to(tl.float32)
-        slope = nearest / tl.sum(nearest, AXIS, keep_dims=True)
+        slope = nearest / tl.sum(nearest, 0, keep_dims=True)
     else:  # mean
-        S = tl.sum(tl.where(valid, s, 0.0), AXIS, keep_dims=True) / K
+        S = tl.sum(tl.where(valid, s, 0.0), 0, keep_dims=True) / K
         slope = tl.where(valid, s * 0.0 + 1.0 / K, 0.0)
     return S, slope
 
@@ -107,8 +112,7 @@ def _similarities(
     """Return the cosines s [BR, BB] of a tile, S [BR / KP, BB], and the derivatives dS/ds."""
     BC: tl.constexpr = BR // KP
     r = tl.arange(0, BR)
-    row = (tile * BC + r // KP) * K + tl.minimum(r % KP, K - 1)
-    row = tl.minimum(row, count * K - 1)
+    row = tl.minimum(tile * BC + r % BC, count - 1) * K + tl.minimum(r // BC, K - 1)
     d = tl.arange(0, BD)
     a = w + row[:, None] * PD + d[None, :]
     b = x + sample[None, :] * PD + d[:, None]
@@ -118,8 +122,8 @@ def _similarities(
     if K == 1:
         S, slope = s, s
     else:
-        valid = (tl.arange(0, KP) < K)[None, :, None]
-        S, slope = _aggregate(tl.reshape(s, (BC, KP, BB)), valid, gamma, K, AGGREGATION, 1)
+        valid = (tl.arange(0, KP) < K)[:, None, None]
+        S, slope = _aggregate(tl.reshape(s, (KP, BC, BB)), valid, gamma, K, AGGREGATION)
         S = tl.reshape(S, (BC, BB))
     return s, S, slope
 
@@ -233,13 +237,14 @@ def _change_of_pairs(
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def add_pair_gradients(
-    weight, gradient, slope, factor, count,
+    weight, gradient, slope, factor, first, count,
     K: tl.constexpr, KP: tl.constexpr, DIM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Add slope · factor times the gradient of the sum of the distances (see `prepare`).
 
-    For proxy t: Σ_s (ŵ_t cos_ts − ŵ_s) / (distance_ts ‖w_t‖).
+    For proxy t: Σ_s (ŵ_t cos_ts − ŵ_s) / (distance_ts ‖w_t‖). `gradient` starts at class first.
     """
+    weight += first.to(tl.int64) * K * DIM
     class_ = tl.program_id(0) * BC + tl.arange(0, BC)
     k = tl.arange(0, KP)
     row = class_[:, None] * K + k[None, :]
@@ -282,14 +287,17 @@ def log_sums(
     """Continue each sample's running log-sum-exp of the negatives, peaks + log(sums).
 
     Program (i, j) adds every tile of the chunk whose index is j modulo the number of programs, and
-    stores its result in row j.
+    stores its result in row j. The first chunk starts it.
     """
     BC: tl.constexpr = BR // KP
     sample = tl.program_id(0) * BB + tl.arange(0, BB)
     slot = tl.program_id(1) * PB + sample
-    peak, total = tl.load(peaks + slot), tl.load(sums + slot)
-    if TOTAL:
-        similarity = tl.load(totals + slot)
+    peak = tl.full((BB,), -3.4028234663852886e38, tl.float32)  # finite: −inf − (−inf) is NaN
+    total, similarity = tl.zeros((BB,), tl.float32), tl.zeros((BB,), tl.float32)
+    if first > 0:
+        peak, total = tl.load(peaks + slot), tl.load(sums + slot)
+        if TOTAL:
+            similarity = tl.load(totals + slot)
     for tile in range(tl.program_id(1), tl.cdiv(count, BC), tl.num_programs(1)):
         _, S, _ = _similarities(
             x, w, tile, sample, count, capacity, gamma,
@@ -308,6 +316,29 @@ def log_sums(
     tl.store(sums + slot, total)
     if TOTAL:
         tl.store(totals + slot, similarity)
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
+def finish_log_sums(
+    peaks, sums, totals, lse, total, batch, programs,
+    PB: tl.constexpr, TOTAL: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """Add the results of the programs of `log_sums`."""
+    sample = tl.program_id(0) * BB + tl.arange(0, BB)
+    inside = sample < batch
+    peak = tl.full((BB,), -3.4028234663852886e38, tl.float32)
+    for program in range(programs):
+        peak = tl.maximum(peak, tl.load(peaks + program * PB + sample, mask=inside, other=0.0))
+    sum_exp, similarity = tl.zeros((BB,), tl.float32), tl.zeros((BB,), tl.float32)
+    for program in range(programs):
+        slot = program * PB + sample
+        part = tl.load(sums + slot, mask=inside, other=0.0)
+        sum_exp += part * tl.exp(tl.load(peaks + slot, mask=inside, other=0.0) - peak)
+        if TOTAL:
+            similarity += tl.load(totals + slot, mask=inside, other=0.0)
+    tl.store(lse + sample, peak + tl.log(sum_exp), mask=inside)
+    if TOTAL:
+        tl.store(total + sample, similarity, mask=inside)
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
@@ -359,10 +390,10 @@ def entries(
                 direct = tl.load(total_slopes + sample, mask=sample < batch, other=0.0)
                 gradient = tl.where(inside, gradient + direct[None, :], 0.0)
             if K > 1:
-                gradient = tl.reshape(gradient[:, None, :] * slope, (BR, BB))
+                gradient = tl.reshape(gradient[None, :, :] * slope, (BR, BB))
             r = tl.arange(0, BR)
-            row = (tile * BC + r // KP) * K + r % KP
-            valid = (r % KP < K) & (tile * BC + r // KP < count)
+            row = (tile * BC + r % BC) * K + r // BC
+            valid = (r // BC < K) & (tile * BC + r % BC < count)
             tl.store(radial + block * capacity * K + row, tl.sum(gradient * s, 1), mask=valid)
             target = g + row[:, None] * PB + sample[None, :]
             _store_parts(target, gradient, valid[:, None], capacity * K * PB, PARTS)
@@ -498,7 +529,7 @@ def positives(
         squares += tl.sum(w * w, 1)
         products += tl.sum(w * value[None, :], 1)
     s = products * _inverse(squares)
-    S, slope = _aggregate(s, k < K, gamma, K, AGGREGATION, 0)
+    S, slope = _aggregate(s, k < K, gamma, K, AGGREGATION)
     tl.store(S_out + sample + tl.arange(0, 1), tl.where(is_here, S, 0.0), mask=is_sample)
     tl.store(cosines + sample * K + k, s, mask=is_sample & (k < K))
     slope = tl.where(is_here, slope, 0.0)
@@ -558,25 +589,23 @@ def add_positive_gradients(
             unit = tl.load(source + d[None, :], mask=inside, other=0.0) * inverse[:, None]
             total = tl.zeros((KP, BD), tl.float32)
             radial = tl.zeros((KP,), tl.float32)
-            for start in range(sample, batch, BB):
+            for start in range(sample // BB * BB, batch, BB):
                 i = start + tl.arange(0, BB)
                 same = tl.load(labels + i, mask=i < batch, other=-1) == label
-                if tl.sum(same.to(tl.int32), 0) > 0:
-                    entry = i[:, None] * K + k[None, :]
-                    both = same[:, None] & (k < K)[None, :]
-                    slope = tl.load(slopes + entry, mask=both, other=0.0)
-                    slope *= tl.load(grad + i, mask=same, other=0.0)[:, None]
-                    radial += tl.sum(slope * tl.load(cosines + entry, mask=both, other=0.0), 0)
-                    rows = x + i[:, None] * DIM + d[None, :]
-                    value = tl.load(rows, mask=same[:, None] & (d < DIM)[None, :], other=0.0)
-                    total = tl.dot(tl.trans(slope), value, total, input_precision="ieee")
+                j = tl.min(tl.where(same, i, batch), 0)  # the next sample of the class
+                while j < batch:
+                    slope = tl.load(slopes + j * K + k, mask=k < K, other=0.0) * tl.load(grad + j)
+                    radial += slope * tl.load(cosines + j * K + k, mask=k < K, other=0.0)
+                    value = tl.load(x + j * DIM + d, mask=d < DIM, other=0.0)
+                    total += slope[:, None] * value[None, :]
+                    j = tl.min(tl.where(same & (i > j), i, batch), 0)
             target = dw + ((label - first) * K + k)[:, None] * DIM + d[None, :]
             change = (total - radial[:, None] * unit) * inverse[:, None]
             tl.store(target, tl.load(target, mask=inside, other=0.0) + change, mask=inside)
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
-def multiply_unless_one(values, factor, n, BLOCK: tl.constexpr):
+def multiply_unless_one(values, factor, n: tl.int64, BLOCK: tl.constexpr):
     """Multiply an array by a number on the device; return at once if it is 1."""
     f = tl.load(factor)
     if f != 1.0:
@@ -611,8 +640,7 @@ def normalize(
     tl.store(inverses + sample, inverse * factor)
     tl.store(labels_out + sample, tl.where(label >= 0, label, 0))
     tl.store(weights_out + sample, weight)
-    floor = -8.5070586659632215e37  # finite: with -inf, gradients would be NaN
-    tl.store(log_weights + sample, tl.where(weight > 0.0, tl.log(weight), floor))
+    tl.store(log_weights + sample, tl.where(weight > 0.0, tl.log(weight), _LOG_ZERO))
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
@@ -635,7 +663,7 @@ def normalize_backward(
 def class_pulls(
     logits, log_weights, labels, terms, slopes, batch, BB: tl.constexpr
 ):  # fmt: skip
-    """Compute log(1 + Σ e^logit) over the samples of a class, at the first of them; else 0.
+    """Compute log(1 + Σ w e^logit) over the samples of a class, at the first of them; else -1.
 
     `slopes` receives the derivative of the term by each sample's logit.
     """
@@ -657,39 +685,82 @@ def class_pulls(
         z = tl.load(logits + i, mask=same, other=0.0)
         z += tl.load(log_weights + i, mask=same, other=0.0)
         total += tl.where(same, tl.exp(z - shift), 0.0)
-        earlier += (same & (i < sample)).to(tl.int32)
+        is_used = tl.load(log_weights + i, mask=same, other=_LOG_ZERO) > _LOG_ZERO
+        earlier += (same & is_used & (i < sample)).to(tl.int32)
     sum_exp = tl.sum(total, 0)
     term = shift + _log1p(sum_exp + (tl.exp(-shift) - 1.0))
     tl.store(terms + sample, tl.where(tl.sum(earlier, 0) == 0, term, 0.0))
-    own = tl.load(logits + sample) + tl.load(log_weights + sample)
+    own_weight = tl.load(log_weights + sample)
+    is_first = (tl.sum(earlier, 0) == 0) & (own_weight > _LOG_ZERO)
+    tl.store(terms + sample, tl.where(is_first, term, -1.0))
+    own = tl.load(logits + sample) + own_weight
     tl.store(slopes + sample, tl.exp(own - shift) / (sum_exp + tl.exp(-shift)))
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
+def finish_pulls(terms, slopes, value, factor, batch, BB: tl.constexpr):
+    """Compute the mean of the terms of `class_pulls`, and divide the slopes by their number."""
+    total, count = tl.zeros((BB,), tl.float32), tl.zeros((BB,), tl.float32)
+    for start in range(0, batch, BB):
+        i = start + tl.arange(0, BB)
+        term = tl.load(terms + i, mask=i < batch, other=-1.0)
+        count += (term >= 0.0).to(tl.float32)
+        total += tl.where(term < 0.0, 0.0, term)  # NaN stays
+    classes = tl.sum(count, 0)
+    inverse = 1.0 / tl.maximum(classes, 1.0)
+    tl.store(value, tl.sum(total, 0) * inverse)
+    tl.store(factor, tl.minimum(classes, 1.0))
+    for start in range(0, batch, BB):
+        i = start + tl.arange(0, BB)
+        slope = tl.load(slopes + i, mask=i < batch)
+        tl.store(slopes + i, slope * inverse, mask=i < batch)
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
+def weighted_mean(terms, weights, slopes, value, factor, batch, BB: tl.constexpr):
+    """Compute Σ w·t / Σ w and its derivatives w / Σ w; zeros if all weights are 0."""
+    total, weight = tl.zeros((BB,), tl.float32), tl.zeros((BB,), tl.float32)
+    for start in range(0, batch, BB):
+        i = start + tl.arange(0, BB)
+        w = tl.load(weights + i, mask=i < batch, other=0.0)
+        total += w * tl.load(terms + i, mask=i < batch, other=0.0)
+        weight += w
+    weight_sum = tl.sum(weight, 0)
+    inverse = tl.where(weight_sum > 0.0, 1.0 / weight_sum, 0.0)
+    tl.store(value, tl.sum(total, 0) * inverse)
+    tl.store(factor, (weight_sum > 0.0).to(tl.float32))
+    for start in range(0, batch, BB):
+        i = start + tl.arange(0, BB)
+        w = tl.load(weights + i, mask=i < batch)
+        tl.store(slopes + i, w * inverse, mask=i < batch)
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
 def update_by_sgd(
-    weight, gradient, mean, lr, momentum, weight_decay, n, MEAN: tl.constexpr, BLOCK: tl.constexpr
+    weight, gradient, mean, lr, momentum, weight_decay, start: tl.int64, n: tl.int64,
+    MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update a block of proxies: see `ProxySGD`."""
+    """Update n numbers of the proxies from `start`: see `ProxySGD`."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
-    w = tl.load(weight + i, mask=inside)
+    w = tl.load(weight + start + i, mask=inside)
     g = tl.load(gradient + i, mask=inside) + weight_decay * w
     if MEAN:
-        g += momentum * tl.load(mean + i, mask=inside)
-        tl.store(mean + i, g, mask=inside)
-    tl.store(weight + i, w - lr * g, mask=inside)
+        g += momentum * tl.load(mean + start + i, mask=inside)
+        tl.store(mean + start + i, g, mask=inside)
+    tl.store(weight + start + i, w - lr * g, mask=inside)
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def update_by_rowwise_adam(
     weight, gradient, first_moment, second_moment, corrections, lr, first_decay, second_decay, eps,
-    weight_decay, DIM: tl.constexpr, FIRST: tl.constexpr, BD: tl.constexpr,
+    weight_decay, start: tl.int64, DIM: tl.constexpr, FIRST: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Update a proxy: see `RowwiseAdam`. `corrections` has 1 − β^step for both moments."""
-    row, d = tl.program_id(0), tl.arange(0, BD)
-    i, inside = row.to(tl.int64) * DIM + d, d < DIM
+    row, d = tl.program_id(0) + start, tl.arange(0, BD)
+    i, inside = row * DIM + d, d < DIM
     w = tl.load(weight + i, mask=inside, other=0.0)
-    g = tl.load(gradient + i, mask=inside, other=0.0)
+    g = tl.load(gradient + tl.program_id(0) * DIM + d, mask=inside, other=0.0)
     second = tl.load(second_moment + row)
     second += (1.0 - second_decay) * (tl.sum(g * g, 0) / DIM - second)
     tl.store(second_moment + row, second)

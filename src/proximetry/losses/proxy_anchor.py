@@ -1,5 +1,6 @@
 """Proxy-Anchor and its versions with several proxies per class."""
 
+from collections.abc import Callable
 from dataclasses import InitVar
 from typing import Literal, get_args
 
@@ -68,12 +69,13 @@ class MPA(_MultiProxyAnchor, name="mpa"):
     )
 
     def negative_weight(
-        self, present: Tensor, classes: int, present_count: Tensor
+        self, classes: int, present: Callable[[], tuple[Tensor, Tensor]]
     ) -> float | Tensor:
         """Return 1/|C⁻| for the classes of C⁻, 0 for the others."""
         if self.negative_classes == "all":
-            return super().negative_weight(present, classes, present_count)
-        return (1.0 - present) / (classes - present_count).clamp(min=1.0)
+            return super().negative_weight(classes, present)
+        is_present, count = present()
+        return (1.0 - is_present) / (classes - count).clamp(min=1.0)
 
 
 class MPADW(_MultiProxyAnchor, name="mpa_dw"):

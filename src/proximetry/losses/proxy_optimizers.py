@@ -74,12 +74,12 @@ class ProxySGD(ProxyOptimizer):
         from proximetry.losses.fused import launcher  # needs Triton
         from proximetry.losses.fused_kernels import update_by_sgd
 
-        rows, n, block = self.rows(classes), gradient.numel(), 2048
-        mean = rows if self.mean is None else self.mean[classes]
+        weight, n, block = self._proxies[0].weight, gradient.numel(), 2048
         launch = launcher(update_by_sgd, MEAN=self.mean is not None, BLOCK=block)
         numbers = map(float, (self.lr, self.momentum, self.weight_decay))
-        launch((-(-n // block),), rows, gradient, mean, *numbers, n)
-        increment_version(rows)
+        start = classes.start * weight[0].numel()
+        launch((-(-n // block),), weight, gradient, self.mean, *numbers, start, n)
+        increment_version(weight)
 
 
 class RowwiseAdam(ProxyOptimizer):
@@ -133,17 +133,17 @@ class RowwiseAdam(ProxyOptimizer):
         from proximetry.losses.fused_kernels import update_by_rowwise_adam
 
         self._begin(classes)
-        rows, dim = self.rows(classes), gradient.shape[2]
-        first = rows if self.first is None else self.first[classes]
+        weight = self._proxies[0].weight
+        _, k, dim = weight.shape
         launch = launcher(
             update_by_rowwise_adam, DIM=dim, FIRST=self.first is not None, BD=power_of_2(dim)
         )
         numbers = map(float, (self.lr, *self.betas, self.eps, self.weight_decay))
         launch(
-            (gradient.numel() // dim,), rows, gradient, first, self.second[classes],
-            self.corrections, *numbers,
+            (gradient.numel() // dim,), weight, gradient, self.first, self.second,
+            self.corrections, *numbers, classes.start * k,
         )  # fmt: skip
-        increment_version(rows)
+        increment_version(weight)
 
     def _begin(self, classes: slice) -> None:
         """Count the step at the first tile of a backward."""

@@ -218,26 +218,26 @@ class ShardedBatch:
         counts = (batch.weights > 0).to(x.dtype)
         # Number the classes of the batch.
         groups, size = torch.searchsorted(problem.labels.sort().values, problem.labels), len(x)
-        present = x.new_zeros(size).scatter_reduce(0, groups, counts, "amax")
-        present_count = present.sum()
+        present_count = x.new_zeros(size).scatter_reduce(0, groups, counts, "amax").sum()
         labels, outside = self._own_labels(problem.labels)
         labels, own_counts = labels.masked_fill(outside, 0), counts.masked_fill(outside, 0.0)
         own_present = x.new_zeros(own_classes).scatter_reduce(0, labels, own_counts, "amax")
-        class_weight = loss.negative_weight(own_present, classes, present_count)
+        class_weight = loss.negative_weight(classes, lambda: (own_present, present_count))
         per_class = reduction == "none"
         weight = None if per_class else class_weight
         parts = engine.solve(replace(problem, class_weight=weight, log_weights=batch.log_weights))
         logit = loss.positive_logit(parts.positive, batch.length)
-        present_count, factor = present_count.clamp(min=1.0), present_count.clamp(max=1.0)
         distance = parts.distance
         if per_class:
             logit = self._enter(logit + batch.log_weights)
             logit = logit.masked_fill(outside, torch.finfo(x.dtype).min / 4)
             pull = pull_by_class(logit, labels, own_classes)
-            terms = classes * (pull / present_count + class_weight * parts.negatives)
+            pull = pull / present_count.clamp(min=1.0)
+            terms = classes * (pull + class_weight * parts.negatives)
+            factor = present_count.clamp(max=1.0)
             return terms, factor, None if distance is None else self._enter(distance)
-        pull = engine.pull(logit, batch.log_weights, groups, size)
-        mean = pull / present_count + parts.negatives
+        mean, factor = engine.pull(logit, batch._replace(labels=groups), size)
+        mean = mean + parts.negatives
         if reduction == "sum":
             mean, factor = mean * classes, factor * classes
         return mean, factor, distance
