@@ -46,8 +46,8 @@ def test_run_folder_contents(recipe, tmp_path):
     assert results["protocol"] == "held_out"
     assert results["last"]["epoch"] == 3
     assert "test" not in results["selected"]
-    chosen = {"data.cache": "pixels", "training": {"precision": "float32", "cuda_graph": False}}
-    recipe = recipe.override(chosen)
+    training = {"precision": "float32", "cuda_graph": False, "checkpoint_epochs": 1}
+    recipe = recipe.override({"data.cache": "pixels", "training": training})
     assert Recipe.load(out / "recipe.yaml") == recipe
     environment = json.loads((out / "environment.json").read_text())
     assert environment["packages"]["torch"]

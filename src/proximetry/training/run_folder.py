@@ -35,7 +35,7 @@ from proximetry._util.files import (
 from proximetry.models.storage import read_embedder
 from proximetry.recipe.auto import keep_choices
 from proximetry.recipe.loading import RecipeError, differences
-from proximetry.recipe.schema import Recipe
+from proximetry.recipe.schema import AUTO, Recipe
 from proximetry.training.checkpoint import read_header
 from proximetry.training.errors import CheckpointError, FolderError, RunError
 
@@ -247,8 +247,9 @@ class RunFolder:
         if self.results.exists() or self.last.exists():
             return recipe
         # Once an epoch with a checkpoint is logged, a missing checkpoint is an error.
+        every = recipe.training.checkpoint_epochs
         logged = max((line["epoch"] for line in self.history()), default=0)
-        return recipe if logged >= recipe.training.checkpoint_epochs else None
+        return recipe if every != AUTO and logged >= every else None
 
     def holds_run(self) -> bool:
         """Return whether the folder contains the recipe of a run, not just a file of that name."""

@@ -22,7 +22,8 @@ from proximetry.models.preprocessing import Channels
 
 Module = TypeVar("Module", bound=nn.Module)
 
-_SMALL_NETWORK = 2**25  # weights: embedding one image takes less than a second
+# Up to these numbers of weights and pixels, embedding one image takes about a second and 1 GB.
+_SMALL_NETWORK, _SMALL_IMAGE = 2**25, 448 * 448
 
 
 class NoFeatureMapError(ValueError):
@@ -244,7 +245,8 @@ def prepare(model: nn.Module, name: str, crop: tuple[int, int], pooling: str = "
             f"pooling 'cls-avg' needs a class token, and {name} has none. Use pooling='auto'."
         )
     probed = copy.deepcopy(model).eval()
-    is_small = sum(value.numel() for value in model.parameters()) <= _SMALL_NETWORK
+    weights = sum(value.numel() for value in model.parameters())
+    is_small = weights <= _SMALL_NETWORK and prod(crop) <= _SMALL_IMAGE
     try:
         try:  # on the meta device, which computes shapes only, but takes seconds to import
             features = _probe(probed if is_small else probed.to("meta"), crop, pooling)
