@@ -1,9 +1,10 @@
 """The base class of proxy losses, the registry, and the validation of a batch."""
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -23,7 +24,7 @@ from proximetry.losses.dense import (
     pull_by_class,
     reduce_proxies,
 )
-from proximetry.losses.form import LossForm, Precision, Problem
+from proximetry.losses.form import MAX_FUSED_K, LossForm, Precision, Problem
 from proximetry.losses.proxies import Init, Proxies
 from proximetry.losses.proxy_optimizers import ProxyOptimizer
 from proximetry.losses.sampling import sampled
@@ -53,7 +54,8 @@ _reduction = one_of(*get_args(Reduction))
 IGNORED = -1
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-#: ``auto`` streams when batch × classes × K has more entries than this (4 MiB in float32).
+#: ``auto`` does not choose the dense engine when batch × classes × K has more entries than this
+#: (4 MiB in float32).
 DENSE_ENTRIES = 2**20
 
 LOSSES: dict[str, "type[ProxyLoss]"] = {}
@@ -206,7 +208,8 @@ class ProxyLoss(ConfigurableModule):
         is_small = batch_size * weight.shape[0] * weight.shape[1] <= DENSE_ENTRIES
         if is_small and self.proxy_optimizer is None:
             return "dense"
-        return "streamed"
+        is_fused = weight.dtype == torch.float32 and weight.shape[1] <= MAX_FUSED_K
+        return "fused" if is_fused and _has_fused_engine(weight.device) else "streamed"
 
     def _reduce_by_sample(
         self, engine: Engine, problem: Problem, batch: Batch, reduction: Reduction
@@ -258,6 +261,15 @@ class ProxyLoss(ConfigurableModule):
             x, _ = l2_normalize(embeddings.to(self.proxies.weight.dtype))
             s, _ = cosines(x, self.proxies.weight)
             return reduce_proxies(s, self.form.similarity, self.gamma)
+
+
+@cache
+def _has_fused_engine(device: torch.device) -> bool:
+    """Return whether the device is a GPU with bf16 matrix units, and Triton is installed."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    has_triton = importlib.util.find_spec("triton") is not None
+    return has_triton and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _fused_engine() -> Engine:

@@ -24,6 +24,8 @@ Aggregation = Literal["single", "soft", "max", "mean"]
 By = Literal["class", "sample"]
 Join = Literal["separate", "joint", "softmax", "nca"]
 Precision = Literal["auto", "float32", "tf32", "bf16"]
+#: The largest number of proxies per class in the fused engine.
+MAX_FUSED_K = 128
 
 
 @dataclass(frozen=True)

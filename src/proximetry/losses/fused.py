@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, is_tensor
 
 from proximetry.losses import fused_kernels as kernels
-from proximetry.losses.form import Parts, Problem
+from proximetry.losses.form import MAX_FUSED_K, Parts, Problem
 from proximetry.losses.streamed import SAFE_EXPONENT, dense_gradients
 
 #: Memory of a chunk: its normalized proxies, and the gradients of its cosines.
@@ -25,8 +25,6 @@ CHUNK_BYTES = 40 * 2**20
 PARTS = {"bf16": 1, "tf32": 2, "float32": 3} | {"medium": 1, "high": 2, "highest": 3}
 #: Padded dimensions are a multiple of this.
 _DIMS = 64
-#: The largest number of proxies per class.
-MAX_K = 128
 
 
 class Tile(NamedTuple):
@@ -51,7 +49,10 @@ class Tiles(NamedTuple):
 #: Tiles for one proxy per class, by number of parts. Measured on an H200.
 TILES = {
     1: Tiles(
-        Tile(128, 128, 32, 8, 4), Tile(128, 256, 64), Tile(128, 128, 64), Tile(128, 128, 64, 8, 4)
+        Tile(128, 128, 32, 8, 4),
+        Tile(64, 128, 64, 4, 4),
+        Tile(128, 128, 64),
+        Tile(128, 128, 64, 8, 4),
     ),
     2: Tiles(
         Tile(128, 128, 32), Tile(64, 128, 32, 4), Tile(64, 128, 32, 4), Tile(128, 128, 32, 8, 4)
@@ -76,9 +77,9 @@ def fused(problem: Problem) -> Parts:
     inputs = [problem.x, problem.proxies, problem.scale]
     if problem.proxies.dtype != torch.float32:
         raise ValueError(f"the fused engine needs float32 proxies, got {problem.proxies.dtype}")
-    if problem.proxies.shape[1] > MAX_K:
+    if problem.proxies.shape[1] > MAX_FUSED_K:
         k = problem.proxies.shape[1]
-        raise ValueError(f"the fused engine needs at most {MAX_K} proxies per class, got {k}")
+        raise ValueError(f"the fused engine needs at most {MAX_FUSED_K} proxies per class, got {k}")
     if not torch.is_grad_enabled():  # `needs_input_grad` ignores no_grad: detach
         inputs = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
     function = _ByClass if problem.form.by == "class" else _BySample
@@ -217,7 +218,7 @@ class _Fused:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.labels = problem, aligned(problem.labels)
         self.x, self.weight = aligned(problem.x.detach()), aligned(problem.proxies.detach())
-        precision = problem.precision
+        precision: str = problem.precision
         if precision == "auto":
             precision = torch.get_float32_matmul_precision()
         self.scales = aligned(problem.scale.detach()) if is_tensor(problem.scale) else None
