@@ -20,7 +20,7 @@ from proximetry.losses.form import MAX_FUSED_K, Parts, Problem
 from proximetry.losses.streamed import SAFE_EXPONENT, dense_gradients
 
 #: Memory of a chunk: its normalized proxies, and the gradients of its cosines.
-CHUNK_BYTES = 40 * 2**20
+CHUNK_BYTES = 48 * 2**20
 #: bf16 numbers for each float32 number, by precision or torch's setting for products.
 PARTS = {"bf16": 1, "tf32": 2, "float32": 3} | {"medium": 1, "high": 2, "highest": 3}
 #: Padded dimensions are a multiple of this.
@@ -36,6 +36,11 @@ class Tile(NamedTuple):
     warps: int = 8
     stages: int = 3
 
+    def fit(self, parts: int, shared_memory: int) -> "Tile":
+        """Return the tile with as many stages as fit into the shared memory of the GPU."""
+        stage = 2 * parts * (self.rows + self.columns) * self.depth  # bytes
+        return self._replace(stages=max(1, min(self.stages, shared_memory // stage)))
+
 
 class Tiles(NamedTuple):
     """The tiles of the products."""
@@ -50,7 +55,7 @@ class Tiles(NamedTuple):
 TILES = {
     1: Tiles(
         Tile(128, 128, 32, 8, 4),
-        Tile(64, 128, 64, 4, 4),
+        Tile(64, 128, 64, 4),
         Tile(128, 128, 64),
         Tile(128, 128, 64, 8, 4),
     ),
@@ -61,14 +66,12 @@ TILES = {
 }
 
 
-def grouped_tile(tile: Tile, kp: int) -> Tile:
-    """Return the tile of `entries` or `log_sums` for several proxies per class.
+def grouped_tile(kp: int, parts: int) -> Tile:
+    """Return the tile of `entries` and `log_sums` for several proxies per class.
 
     With 4 warps and 64 classes, a thread has all proxies of a class.
     """
-    if kp == 1:
-        return tile
-    return tile._replace(rows=64 * min(kp, 4), columns=64 if kp == 2 else 32, depth=64, warps=4)
+    return Tile(64 * min(kp, 4), 64 if kp == 2 else 32, 64 if parts == 1 else 32, 4)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -131,14 +134,18 @@ class _Plan:
 
     def __init__(
         self, batch: int, shape: tuple[int, int, int], parts: int, similarity: str,
-        flags: tuple[bool, bool], processors: int, chunk_bytes: int,
+        flags: tuple[bool, bool], limits: tuple[int, int], chunk_bytes: int,
     ) -> None:  # fmt: skip
-        self.batch, self.parts, self.processors = batch, parts, processors
+        self.batch, self.parts = batch, parts
+        self.processors, shared_memory = limits
         self.classes, self.k, self.dim = shape
         self.kp = power_of_2(self.k)
         tiles = TILES[parts]
-        self.entry_tile = grouped_tile(tiles.entries, self.kp)
-        self.sum_tile = grouped_tile(tiles.log_sums, self.kp)
+        if self.kp > 1:
+            tile = grouped_tile(self.kp, parts)
+            tiles = tiles._replace(log_sums=tile, entries=tile)
+        tiles = Tiles(*(tile.fit(parts, shared_memory) for tile in tiles))
+        self.sum_tile, self.entry_tile = tiles.log_sums, tiles.entries
         # The blocks of the batch are those of the widest tile.
         widest = max(self.entry_tile.columns, self.sum_tile.columns, tiles.embeddings.rows)
         self.padded_batch = power_of_2(batch, 16, widest)
@@ -148,11 +155,13 @@ class _Plan:
         self.blocks = self.padded_batch // self.block
         self.tile = self.entry_tile.rows // self.kp  # classes
         row_bytes = 2 * parts * (self.padded_batch + self.padded_dim)
-        count = max(1, chunk_bytes // (row_bytes * self.k * self.tile))
+        unit = max(self.tile, tiles.proxies.rows // self.kp)  # classes
+        count = max(1, chunk_bytes // (row_bytes * self.k * unit))
         # As many tiles as multiprocessors, or a multiple, occupy all of them to the end.
-        wave = max(1, processors // self.blocks)
+        wave = max(1, self.processors // self.blocks)
         count = count // wave * wave if count > wave else count
-        self.capacity = self.tile * min(count, -(-self.classes // self.tile))
+        needed = -(-self.classes // unit)
+        self.capacity = unit * (count if needed > 4 * count else divide_evenly(needed, count))
         self.rows = self.capacity * self.k
         self.constants = {
             "K": self.k, "KP": self.kp, "DIM": self.dim, "PB": self.padded_batch,
@@ -189,9 +198,12 @@ class _Plan:
         }  # fmt: skip
 
     def row_blocks(self) -> dict[str, int]:
-        """Return how many classes and dimensions a program reads at once, about 4 096 numbers."""
+        """Return how many classes and dimensions a program reads at once, at most 4 096 numbers."""
         width = power_of_2(self.padded_dim, 16, max(16, 4096 // self.kp))
-        return {"BC": max(1, min(8, 4096 // (self.kp * width))), "BD": width}
+        count = max(1, min(8, 4096 // (self.kp * width)))
+        if self.k > 1:  # sums over the dimensions are faster within a warp
+            return {"BC": 1, "BD": width, "num_warps": 1 if self.kp * width <= 2048 else 4}
+        return {"BC": count, "BD": width}
 
     def launcher(self, kernel: Any, key: Any, **options: Any) -> Callable[..., None]:
         """Return the launcher of a kernel for this shape; ``key`` identifies the options."""
@@ -205,11 +217,18 @@ class _Plan:
 _plan = lru_cache(maxsize=256)(_Plan)
 
 
-def _processors(device: torch.device) -> int:
-    """Return the number of multiprocessors."""
+@cache
+def _limits(device: torch.device) -> tuple[int, int]:
+    """Return the number of multiprocessors, and the shared memory of a block in bytes."""
     if device.type != "cuda":  # Triton's interpreter
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return 4, 2**18
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+
+
+def divide_evenly(n: int, limit: int) -> int:
+    """Return the size of equal parts of n things, at most ``limit`` in each."""
+    return -(-n // -(-n // limit))
 
 
 class _Fused:
@@ -225,7 +244,7 @@ class _Fused:
         flags = self.scales is not None, problem.ignore_above is not None
         self.plan = plan = _plan(
             len(self.x), tuple(self.weight.shape), PARTS[precision], problem.form.similarity, flags,
-            _processors(self.x.device), CHUNK_BYTES,
+            _limits(self.x.device), CHUNK_BYTES,
         )  # fmt: skip
         scale = 0.0 if is_tensor(problem.scale) else float(problem.scale)
         limit = 0.0 if problem.ignore_above is None else float(problem.ignore_above)
