@@ -120,7 +120,8 @@ def make_image(root: Path, classes: int, number: int) -> None:
 def python_environment(folder: Path) -> dict[str, str]:
     """Return variables that let Python find the source, and write bytecode beside the images."""
     bytecode = {"PYTHONPYCACHEPREFIX": str(folder / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
-    return {"PYTHONPATH": str(ROOT / "src"), **bytecode}
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), **bytecode}
 
 
 def run_command(images: Path, folder: Path, name: str, options: list[str]) -> dict[str, float]:

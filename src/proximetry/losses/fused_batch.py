@@ -87,6 +87,7 @@ class _Pull(torch.autograd.Function):
         finish = launcher(kernels.finish_pulls, BB=min(1024, power_of_2(size, 16)))
         finish((1,), terms, slopes, value, factor, size)
         ctx.save_for_backward(logit, slopes)
+        ctx.set_materialize_grads(False)
         ctx.batch, ctx.num_classes = batch, num_classes
         ctx.mark_non_differentiable(factor)
         return value, factor
@@ -108,6 +109,7 @@ class _Mean(torch.autograd.Function):
         launch = launcher(kernels.weighted_mean, BB=min(1024, power_of_2(size, 16)))
         launch((1,), aligned(terms), aligned(weights), slopes, value, factor, size)
         ctx.save_for_backward(slopes)
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(factor)
         return value, factor
 
