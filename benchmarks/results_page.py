@@ -137,7 +137,7 @@ def _repeated_runs(records: Sequence[Record]) -> str:
             )
     columns = ["tables", "seed", "runs", "evaluation", "recall@1", "loss"]
     text = (
-        "Largest differences, at any epoch, between runs on one GPU with the same seed and the same "
+        "Largest differences, at any epoch, between runs on one GPU with the same seed and "
         "training; their evaluation was the same or different.\n"
     )
     return "\n".join(["## Repeated runs\n", text, grid(columns, lines), ""])
