@@ -113,7 +113,7 @@ def test_page_shows_ours_beside_the_published(whole):
     claim = next(line for line in lines if line.startswith("| MPA, K = 2 above Proxy-Anchor |"))
     assert claim.startswith("| MPA, K = 2 above Proxy-Anchor | recall@1 | +0.60 |")
     assert claim.split(" | ")[4] == "2"
-    assert "1 claim tested; where there is no difference, one in twenty passes" in text
+    assert "1 claim tested; without a true difference, one in twenty is" in text
     for words in (
         "20 % of the training classes",
         "| data | your own images: 60 training, 36 test images; images: 10 classes in train/, "
