@@ -24,7 +24,7 @@ TOLERANCES = 0.01, 1.0, 0.5
 
 def make_page() -> str:
     """Return the page: its introduction unchanged, the rest generated from the runs."""
-    introduction = PAGE.read_text(encoding="utf-8").partition("\n| claims |")[0]
+    introduction = PAGE.read_text(encoding="utf-8").partition("\n| table |")[0]
     names = sorted(shipped_tables(), key=lambda name: not name.startswith("best-"))
     all_results = [Results.read(Table.load(name), HOME / name) for name in names]
     parts = [introduction, in_short(all_results)]
@@ -34,11 +34,7 @@ def make_page() -> str:
         if results.runs
     ]
     records = [record for results in all_results for record in results.runs]
-    again = [_about_repeats(group) for group in repeats(records)]
-    again += [_about_twins(group) for group in twins(records)]
-    if again:
-        parts.append("\n".join(["## The same training again\n", *again]))
-    return "\n".join(parts)
+    return "\n".join([*parts, _repeated_runs(records)])
 
 
 def in_short(all_results: Iterable[Results]) -> str:
@@ -54,7 +50,7 @@ def in_short(all_results: Iterable[Results]) -> str:
     # Every verdict has a column, so that every claim is counted.
     columns = [v for v in get_args(Verdict) if any(v in verdicts for _, verdicts in counts)]
     lines = ([title, *(verdicts.get(v) for v in columns)] for title, verdicts in counts)
-    text = grid(["claims", *columns], lines)
+    text = grid(["table", *columns], lines)
     return text + (f"\n\nNot run yet: {'; '.join(absent)}." if absent else "") + "\n"
 
 
@@ -123,32 +119,28 @@ def spread(group: Sequence[Record]) -> tuple[float, float, float]:
     return max(max(values) / min(values) - 1 for values in losses), max(apart), apart[-1]
 
 
-def _about_repeats(group: Sequence[Record]) -> str:
-    rows = ", ".join(f"{record.row} of {record.table}" for record in group)
-    last = sorted(100 * record.metrics()["recall@1"] for record in group)
-    loss, recall, _ = spread(group)
-    return (
-        f"{rows}: the same recipe and seed, run {len(group)} times on one {group[0].device}. "
-        f"recall@1 at the last epoch: {', '.join(f'{value:.2f}' for value in last)}. At no epoch "
-        f"do they differ by more than {recall:.2f} points, or in the loss by {100 * loss:.2f} %. "
-        f"Tolerated are {TOLERANCES[2]} points at the last epoch, {TOLERANCES[1]:g} before, "
-        f"{100 * TOLERANCES[0]:g} % in the loss. On a CPU runs with the same seed are equal to the "
-        "last bit.\n"
-    )
-
-
 def same_losses(group: Sequence[Record]) -> bool:
     """Return whether the losses of all epochs are equal to the last bit."""
     return len({_losses(record) for record in group}) == 1
 
 
-def _about_twins(group: Sequence[Record]) -> str:
-    rows = " and ".join(f"{record.row} of {record.table}" for record in group)
-    equal = "are equal to the last bit" if same_losses(group) else "are **not** equal"
-    return (
-        f"{rows}, seed {group[0].seed}: they train alike and are evaluated differently. The losses "
-        f"of all {len(_losses(group[0]))} epochs {equal}.\n"
+def _repeated_runs(records: Sequence[Record]) -> str:
+    """Return the section about runs with the same training."""
+    lines: list[list[object]] = []
+    for evaluation, groups in (("same", repeats(records)), ("different", twins(records))):
+        for group in groups:
+            loss, recall, _ = spread(group)
+            tables = ", ".join(dict.fromkeys(record.table for record in group))
+            difference = f"{recall:.2g}" if evaluation == "same" else None
+            lines.append(
+                [tables, group[0].seed, len(group), evaluation, difference, f"{100 * loss:.2g} %"]
+            )
+    columns = ["tables", "seed", "runs", "evaluation", "recall@1", "loss"]
+    text = (
+        "Largest differences, at any epoch, between runs on one GPU with the same seed and "
+        "training; their evaluation was the same or different.\n"
     )
+    return "\n".join(["## Repeated runs\n", text, grid(columns, lines), ""])
 
 
 def main() -> None:

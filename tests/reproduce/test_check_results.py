@@ -46,7 +46,7 @@ def test_the_summary_counts_every_claim():
     table = Table.load({"name": "t", "title": "T", "rows": rows, "claims": claims})
     results = Results(table, [record("a", 0, 0.5), record("b", 0, 0.4)])
     assert in_short([results]).splitlines() == [
-        "| claims | one seed, not tested | not run |",
+        "| table | one seed, not tested | not run |",
         "|---|---|---|",
         "| T | 1 | 1 |",
     ]

@@ -24,6 +24,7 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 _CONVERGED = 0.95  # fraction of the best final recall
+_OVERVIEW = ("recall@1", "map@r", "verification", "mean_angle")
 _MAX_NOTES = 3
 
 
@@ -72,6 +73,7 @@ def _render(template: str, results: Results, **values: Any) -> str:
         curves = table.figure is not None and table.figure.kind == "curves"
         values |= {
             "missing": results.missing(),
+            "summary": _summary(results),
             "table_of_metrics": _metrics(results),
             "angles": any(metric.endswith("_angle") for metric in table.metrics),
             "selection": selection,
@@ -124,6 +126,23 @@ def _metrics(results: Results) -> str:
         lines += [["", *group, *[None] * (width - len(group))] for group in groups]
         lines[-len(groups)][0] = row.name
     return grid(["", "", *columns, *["seconds"] * table.seconds], lines)
+
+
+def _summary(results: Results) -> str:
+    """Return the main metrics of each row: untrained, at the last epoch, published."""
+    table, lists = results.table, list(results.runs_of.values())
+    columns: dict[str, list[Any]] = {}
+    for heading, (metric, arguments) in _columns(results).items():
+        if metric in _OVERVIEW:
+            columns |= {
+                f"{heading}, untrained": [sample(runs, metric, 0, **arguments) for runs in lists],
+                heading: [sample(runs, metric, **arguments) for runs in lists],
+                f"{heading}, published": [row.published.get(heading) for row in table.rows],
+            }
+    if table.seconds:
+        columns["seconds"] = [_mean_seconds(runs) for runs in lists]
+    shown = {heading: cells for heading, cells in columns.items() if any(cells)}
+    return grid(["", *shown], zip(results.runs_of, *shown.values(), strict=True))
 
 
 def _mean_seconds(runs: Sequence[Record]) -> str | None:
