@@ -68,19 +68,19 @@ def test_reliability_page_names_existing_test_files():
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """The working folder: two folders of images, another image, and a run."""
+    """The working folder: the folders of images in the commands, another image, and a run."""
     place = tmp_path_factory.mktemp("home")
-    images, other = (make_images(place / name, seed=seed) for seed, name in enumerate(NAMED))
-    shutil.copy(next(other.rglob("*.png")), place / "query.png")
-    recipe = make_recipe(images, place / "cache", training={"epochs": 1})
+    folders = [make_images(place / name, seed=seed) for seed, name in enumerate(FOLDERS)]
+    shutil.copy(next(folders[-1].rglob("*.png")), place / "query.png")
+    recipe = make_recipe(folders[0], place / "cache", training={"epochs": 1})
     train(recipe, place / "runs" / "mine")
     return place
 
 
-NAMED = ("pictures", "other")
 COMMAND = re.compile(r"^proximetry .+$", re.MULTILINE)
 PAGES = [(generate.DOCS / page).read_text(encoding="utf-8") for page in ("folder.md", "faq.md")]
 COMMANDS = list(dict.fromkeys(line for page in PAGES for line in COMMAND.findall(page)))
+FOLDERS = sorted(set(re.findall(r"~/(\w+)(?!\.)\b", "\n".join(COMMANDS))))
 
 
 @pytest.mark.slow
