@@ -93,7 +93,7 @@ def settings(name: str) -> str:
     return (
         f"{settings_table(specific_settings(cls))}\n\n"
         "The [settings of all losses](README.md#settings-of-all-losses) are keyword-only. "
-        f"Form: `{form(cls)}`. Initial proxies: [`{cls.default_init}`](proxies.md#formula)."
+        f"Form: `{form(cls)}`. Initial proxies: [`{cls.default_init}`](proxies.md#initialization)."
     )
 
 
