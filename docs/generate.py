@@ -58,37 +58,48 @@ def value(default: Any) -> str:
     return f'"{default}"' if isinstance(default, str) else repr(default)
 
 
-def arguments(cls: type[ProxyLoss]) -> list[inspect.Parameter]:
-    """Return the arguments of a loss in the order of its constructor, those of all losses last."""
-    actual = list(inspect.signature(cls).parameters.values())
-    return sorted(actual, key=lambda parameter: parameter.name in ProxyLoss.settings())
+def specific_settings(cls: type[ProxyLoss]) -> dict[str, Setting]:
+    """Return the settings of a loss without those of all losses."""
+    shared = ProxyLoss.settings()
+    return {name: entry for name, entry in cls.settings().items() if name not in shared}
 
 
 def signature(name: str) -> str:
-    """Return the call of a loss, with its defaults."""
+    """Return the call of a loss, with its defaults; the shared settings are "…"."""
     words = []
-    for parameter in arguments(LOSSES[name]):
+    for parameter in inspect.signature(LOSSES[name]).parameters.values():
+        if parameter.name in ProxyLoss.settings():
+            continue
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
             words.append("*")
         required = parameter.default is parameter.empty
         words.append(parameter.name + ("" if required else f"={value(parameter.default)}"))
+    words += ["…"] if "*" in words else ["*", "…"]
     return f"`{LOSSES[name].__name__}({', '.join(words)})`, in recipes `{name}`"
+
+
+def settings_table(declared: dict[str, Setting]) -> str:
+    """Return the table of settings."""
+    rows = [
+        (f"`{name}`", entry.check.kind, f"`{value(entry.default)}`", entry.help)
+        for name, entry in declared.items()
+    ]
+    return table(("setting", "type", "default", "meaning"), rows)
 
 
 def settings(name: str) -> str:
     """Return the table of the settings of a loss, its form, and its initial proxies."""
     cls = LOSSES[name]
-    known = cls.settings()
-    rows = [
-        (f"`{p.name}`", known[p.name].check.kind, f"`{value(p.default)}`", known[p.name].help)
-        for p in arguments(cls)
-        if p.name in known
-    ]
     return (
-        f"{table(('setting', 'type', 'default', 'meaning'), rows)}\n\n"
-        f"Before them come `num_classes` and `dim`, the embedding dimension. Form: `{form(cls)}`. "
-        f"The proxies start as [`{cls.default_init}`](proxies.md#formula)."
+        f"{settings_table(specific_settings(cls))}\n\n"
+        "The [settings of all losses](README.md#settings-of-all-losses) are keyword-only. "
+        f"Form: `{form(cls)}`. Initial proxies: [`{cls.default_init}`](proxies.md#initialization)."
     )
+
+
+def shared_settings() -> str:
+    """Return the table of the settings of all losses."""
+    return settings_table(ProxyLoss.settings())
 
 
 def form(cls: type[ProxyLoss]) -> str:
@@ -112,7 +123,7 @@ def use(name: str) -> str:
 
 def losses() -> str:
     """Return the table of all losses, for users."""
-    head = "loss", "class", "S from", "own class (positive)", "other classes (negative)"
+    head = "loss", "class", "similarity S", "positive logit", "negative logit"
     rows = [
         (
             f"[{title(name)}]({name}.md)",
@@ -125,7 +136,7 @@ def losses() -> str:
         )
         for name, cls in package_losses()
     ]
-    return table((*head, "grouped by", "joined as"), rows)
+    return table((*head, "grouped by", "join"), rows)
 
 
 def forms() -> str:
@@ -229,6 +240,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "recipes": recipes,
     "signature": signature,
     "settings": settings,
+    "shared_settings": shared_settings,
     "use": use,
     "losses": losses,
     "forms": forms,
