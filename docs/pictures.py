@@ -1,9 +1,9 @@
-"""Take the screenshots of the documentation: what the software makes of the built-in glyphs.
+"""Take the screenshots of the documentation, of photographs and of the built-in glyphs.
 
     python docs/pictures.py              trains the demo first, for some minutes
-    python docs/pictures.py runs/demo-1  takes a demo that is there
+    python docs/pictures.py runs/demo-1  uses a finished demo
 
-They go to docs/pictures/. Needs the extra ``dev``, and chromium for what a browser shows.
+They are written to docs/pictures/. Needs the extra ``dev``, and chromium.
 """
 
 import argparse
@@ -17,13 +17,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+import skimage.data
 from PIL import Image
 from playwright.sync_api import Locator, Page, sync_playwright
 
-from proximetry.search import Gallery, contact_sheet
+from proximetry.search import contact_sheet, index
 
 PICTURES = Path(__file__).parent / "pictures"
 WIDE = {"width": 1100, "height": 760}
+#: Photographs in scikit-image that are in the public domain or under CC0.
+PHOTOS = (
+    "astronaut.png", "brick.png", "camera.png", "chelsea.png", "coffee.png", "grass.png",
+    "gravel.png", "hubble_deep_field.jpg", "retina.jpg", "rocket.jpg",
+)  # fmt: skip
 PARTS = {
     "metrics": "#metrics",
     "curves": "#curves",
@@ -31,11 +38,11 @@ PARTS = {
     "map": "#map svg >> nth=0",
 }
 LARGEST = 150_000
-"""Bytes of a picture, so that a clone stays small."""
+"""Bytes of a picture."""
 
 
 def main() -> None:
-    """Take all pictures."""
+    """Take all screenshots."""
     parser = argparse.ArgumentParser(description="Take the screenshots of the documentation.")
     parser.add_argument("run", nargs="?", type=Path, help="folder of a demo; else one is trained")
     run = parser.parse_args().run
@@ -44,56 +51,79 @@ def main() -> None:
             run = Path(folder) / "run"
             command = [sys.executable, "-m", "proximetry", "demo", "--out", str(run)]
             subprocess.run(command, check=True)
+        photos = Path(folder) / "photos"
+        queries = make_crops(photos)
+        gallery = index(photos, Path(folder) / "gallery")
         with browser() as page:
-            neighbours(page, run / "gallery", Path(folder) / "sheet.html")
+            contact_sheet(Path(folder) / "sheet.html", queries, gallery.search(queries, k=5))
+            page.goto((Path(folder) / "sheet.html").as_uri())
+            save("neighbors", clip(page, page.locator("body")))
             report(page, run / "report.html")
+            with served(gallery.path) as address:
+                search_page(page, address, queries[0])
             with served(run / "gallery") as address:
-                search_page(page, address)
+                search_map(page, address)
 
 
-def neighbours(page: Page, place: Path, sheet: Path) -> None:
-    """Photograph the sheet that ``proximetry search --sheet`` writes."""
-    gallery = Gallery.open(place)
-    found = [gallery.ids({"label": label})[0] for label in ("%", "6", "r")]
-    queries = list(gallery.rows(found)["path"])
-    contact_sheet(sheet, queries, gallery.search(queries, k=5))
-    page.goto(sheet.as_uri())
-    keep("neighbours", cut(page, page.locator("body")))
+def make_crops(folder: Path, count: int = 12) -> list[Path]:
+    """Write crops of the photographs, a folder for each; return more crops, as queries."""
+    draw, queries = np.random.default_rng(0), []
+    for name in PHOTOS:
+        photo = Image.open(Path(skimage.data.__file__).parent / name).convert("RGB")
+        target = folder / Path(name).stem
+        target.mkdir(parents=True)
+        for number in range(count):
+            random_crop(photo, draw).save(target / f"{number:02d}.jpg", quality=92)
+        if name in ("chelsea.png", "coffee.png", "rocket.jpg"):
+            queries.append(folder.parent / f"query-{target.name}.jpg")
+            random_crop(photo, draw).save(queries[-1], quality=92)
+    return queries
+
+
+def random_crop(photo: Image.Image, draw: np.random.Generator) -> Image.Image:
+    """Return a square of 55 to 85 % of the shorter side."""
+    side = int(min(photo.size) * draw.uniform(0.55, 0.85))
+    left, top = (int(draw.integers(0, length - side + 1)) for length in photo.size)
+    return photo.crop((left, top, left + side, top + side)).resize((320, 320))
 
 
 def report(page: Page, file: Path) -> None:
-    """Photograph parts of the report of the run."""
+    """Take screenshots of parts of the report of the run."""
     page.goto(file.resolve().as_uri())
     for name, part in PARTS.items():
-        keep(f"report-{name}", cut(page, page.locator(part)))
+        save(f"report-{name}", clip(page, page.locator(part)))
 
 
-def search_page(page: Page, address: str) -> None:
-    """Photograph the page of ``proximetry serve``: a search, and the map."""
+def search_page(page: Page, address: str, query: Path) -> None:
+    """Take a screenshot of ``proximetry serve`` after a search by an image."""
     page.goto(address)
-    for card in (3, 1):  # the first search also loads the model
-        page.locator("#grid .card").nth(card).locator("img").click()
-        page.wait_for_selector("#preview:not([hidden])")
-        page.wait_for_load_state("networkidle")
-        page.wait_for_timeout(1500)
+    page.locator("input[type=file]").first.set_input_files(query)
+    page.wait_for_selector("#preview:not([hidden])")
+    page.wait_for_load_state("networkidle")
+    page.wait_for_timeout(3000)
     page.mouse.move(0, 0)
-    keep("search-page", page.screenshot())
+    save("search-page", page.screenshot())
+
+
+def search_map(page: Page, address: str) -> None:
+    """Take a screenshot of the map of a gallery."""
+    page.goto(address)
     page.locator("#to-map").click()
     page.wait_for_selector("#map-waiting", state="hidden", timeout=600_000)
     page.wait_for_timeout(1500)
-    keep("search-map", page.screenshot())
+    save("search-map", page.screenshot())
 
 
-def cut(page: Page, part: Locator) -> bytes:
-    """Photograph the beginning of a part, with a margin."""
+def clip(page: Page, part: Locator) -> bytes:
+    """Take a screenshot of the beginning of a part, with a margin."""
     part.evaluate("part => part.scrollIntoView()")
     page.wait_for_timeout(1000)  # pictures are loaded when they come into view
     box = part.bounding_box()
     assert box is not None
     left, top = max(0, box["x"] - 16), max(0, box["y"] + page.evaluate("scrollY") - 16)
     width, height = min(box["width"] + 32, WIDE["width"]), min(box["height"] + 32, 830)
-    clip = {"x": left, "y": top, "width": width, "height": height}
-    return page.screenshot(full_page=True, clip=clip)
+    area = {"x": left, "y": top, "width": width, "height": height}
+    return page.screenshot(full_page=True, clip=area)
 
 
 @contextmanager
@@ -101,35 +131,35 @@ def browser() -> Iterator[Page]:
     """Open a browser."""
     with sync_playwright() as playwright:
         program = shutil.which("chromium")
-        found = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield found.new_page(viewport=WIDE, color_scheme="light", reduced_motion="reduce")
-        found.close()
+        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield chromium.new_page(viewport=WIDE, color_scheme="light", reduced_motion="reduce")
+        chromium.close()
 
 
 @contextmanager
 def served(gallery: Path) -> Iterator[str]:
-    """Serve a gallery, and give the address."""
+    """Serve a gallery; yield the address."""
     command = [sys.executable, "-m", "proximetry", "serve", str(gallery), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as server:
         try:
             assert server.stdout is not None
             lines = (line.decode() for line in server.stdout)
-            yield next(found[0] for line in lines if (found := re.search(r"http://\S+", line)))
+            yield next(match[0] for line in lines if (match := re.search(r"http://\S+", line)))
         finally:
             server.terminate()
 
 
-def keep(name: str, picture: bytes) -> None:
-    """Write a picture as WebP, as well as its size allows."""
+def save(name: str, picture: bytes) -> None:
+    """Write a picture as WebP of at most `LARGEST` bytes."""
     PICTURES.mkdir(exist_ok=True)
     image = Image.open(io.BytesIO(picture)).convert("RGB")
     for quality in (85, 70, 55, 40):
-        found = io.BytesIO()
-        image.save(found, "WEBP", quality=quality, method=6)
-        if len(found.getvalue()) <= LARGEST:
+        file = io.BytesIO()
+        image.save(file, "WEBP", quality=quality, method=6)
+        if len(file.getvalue()) <= LARGEST:
             break
-    (PICTURES / f"{name}.webp").write_bytes(found.getvalue())
-    print(f"{name}.webp: {image.width} × {image.height}, {len(found.getvalue()) // 1000} kB")
+    (PICTURES / f"{name}.webp").write_bytes(file.getvalue())
+    print(f"{name}.webp: {image.width} × {image.height}, {len(file.getvalue()) // 1000} kB")
 
 
 if __name__ == "__main__":
