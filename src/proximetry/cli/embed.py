@@ -68,7 +68,10 @@ def embed(
         raise UsageError(f"no images in {', '.join(images) or 'the arguments'}. Pass some.")
     paths = [path for path, _ in files]
     bad: dict[int, str] = {}
-    with processes(device) as world, progress_bar("embedding", enabled=world.is_main) as report:
+    with (
+        processes(device, float64=False) as world,
+        progress_bar("embedding", enabled=world.is_main) as report,
+    ):
         vectors = _embed_vectors(embedder, images, batch_size, flip, str(world.device))
         if vectors is None:
             vectors, bad = _embed_files(world, embedder, paths, batch_size, flip, skip, report)

@@ -49,7 +49,7 @@ def index(
     from proximetry.search.manifest import EMBEDDER, MANIFEST, is_milvus
     from proximetry.search.new_images import distributed_workers, worker_loop
 
-    with processes(device) as world:
+    with processes(device, float64=False) as world:
         device = str(world.device) if world.size > 1 else device
         if not world.is_main:
             worker_loop(lambda: load_image_embedder(model or Path(gallery) / EMBEDDER, device))

@@ -20,24 +20,23 @@ Image = tuple[str, str | None]
 
 
 @contextmanager
-def processes(device: str | None) -> "Iterator[World]":
-    """Join the processes that torchrun started, if any, while the block runs."""
+def processes(device: str | None, *, float64: bool = True) -> "Iterator[World]":
+    """Join the processes that torchrun started, if any; arguments as in `resolve_device`."""
     import torch
 
     from proximetry.training.distributed import join_processes, process_group
 
-    world = join_processes(device)
+    world = join_processes(device, float64=float64)
     current = world.device if world.device.type == "cuda" else -1  # for NCCL; -1: no change
     with torch.cuda.device(current), process_group(world):
         yield world
 
 
 def load_embedder(source: Path, device: str | None) -> "Embedder":
-    """Load an embedder from its folder, the folder of a run, or hub:owner/name."""
-    from proximetry._util.machine import resolve_device
-    from proximetry.models.hub import load_embedder as load
+    """Load an embedder from any source of `Embedder.load`."""
+    from proximetry.models import Embedder
 
-    return load(source, resolve_device(device))
+    return Embedder.load(source, device)
 
 
 def open_images(

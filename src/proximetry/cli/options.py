@@ -27,7 +27,7 @@ EmbedderFolder = Annotated[
 GALLERY = "gallery"  # the default folder
 GalleryAddress = Annotated[str, Parameter(help="folder of the gallery, or its address on Milvus.")]
 Device = Annotated[
-    str | None, Parameter(help="cpu, cuda or cuda:1; default: cuda if there is a GPU.")
+    str | None, Parameter(help="cpu, cuda, cuda:1 or mps; default: the best one there is.")
 ]
 Document = Annotated[
     Path | None, Parameter(help="also write the JSON document to this .json file.")
