@@ -24,7 +24,6 @@ Neighbors = Annotated[int, Parameter(validator=Number(gte=0, lte=MAX_K))]
 EmbedderFolder = Annotated[
     Path, Parameter(help="folder of a run or of a saved embedder, or hub:owner/name.")
 ]
-GALLERY = "gallery"  # the default folder
 GalleryAddress = Annotated[str, Parameter(help="folder of the gallery, or its address on Milvus.")]
 Device = Annotated[
     str | None, Parameter(help="cpu, cuda, cuda:1 or mps; default: the best one there is.")

@@ -357,7 +357,7 @@ class Embedder(nn.Module):
             raise ValueError(
                 f"truncate_dim must be an integer from 1 to {width}, got {truncate_dim!r}"
             )
-        is_single = self._is_single(images)
+        is_single = self.is_single(images)
         results = [torch.empty(0, width)]
         for _, vectors in embed_images(
             self.embed,
@@ -378,7 +378,7 @@ class Embedder(nn.Module):
             all_vectors = binary_codes(all_vectors)
         return all_vectors[0] if is_single else all_vectors
 
-    def _is_single(self, images: Any) -> bool:
+    def is_single(self, images: Any) -> bool:
         """Return whether the input of `encode` is one image (or tensor), not several."""
         is_array = isinstance(images, np.ndarray | Tensor)
         if not self.takes_images:

@@ -44,8 +44,8 @@ from proximetry.search.manifest import (
 )
 from proximetry.search.segment import BLOCK, prepare_vectors, write_segment
 
-Images = Catalog | Sequence[str | os.PathLike[str]] | Any
-"""A catalog, image files, or a table of `metadata.from_columns`."""
+Images = Catalog | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Any
+"""A catalog, image files, a folder, table or tar file, or a table of `metadata.from_columns`."""
 Labels = Sequence[str | None] | None
 Vectors = Tensor | npt.NDArray[Any]
 BadImages = Literal["error", "skip"]
