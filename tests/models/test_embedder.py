@@ -215,7 +215,7 @@ def test_fingerprint_and_saved_architecture_are_stable(tmp_path):
 
 def test_default_device_is_the_best_one(monkeypatch):
     def devices(gpus, mps):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
         return str(resolve_device()), str(resolve_device(float64=True))
 

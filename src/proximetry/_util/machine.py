@@ -136,7 +136,7 @@ def resolve_device(
     if isinstance(device, torch.device):
         return device
     gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    names = ["cuda", *gpus] if gpus else []
+    names = ["cuda", *gpus] if torch.cuda.is_available() else []
     names += ["mps"] if torch.backends.mps.is_available() and not float64 else []
     names.append("cpu")
     if device is not None and device not in names:
