@@ -41,7 +41,6 @@ def index(
     if "RANK" not in os.environ:  # under torchrun one process reports it, later
         for word in images:
             check_exists(Path(word).expanduser())  # before torch is imported
-    from proximetry.models.weights import packaged_backbone
     from proximetry.search import metadata
     from proximetry.search.indexing import index_table, is_gallery, load_model
     from proximetry.search.manifest import ignore, is_milvus
@@ -99,7 +98,7 @@ def index(
     lines = truncate_lines([f"skipped {one}" for one in skipped], "the document of --json")
     hint = "" if gallery == GALLERY else f" --gallery {shlex.quote(gallery)}"
     if is_milvus(gallery):  # which stores no embedder
-        hint += f" --model {shlex.quote(str(model or packaged_backbone()))}"
+        hint += f" --model {shlex.quote(str(model or 'MODEL'))}"
     lines.append(f"{gallery}: {format_int(len(opened))} images, {format_int(added)} new")
     lines += ["", "Next:", f"  proximetry search QUERY.jpg{hint}"]
     if not is_milvus(gallery):

@@ -382,9 +382,10 @@ class Embedder(nn.Module):
         """Return whether the input of `encode` is one image (or tensor), not several."""
         is_array = isinstance(images, np.ndarray | Tensor)
         if not self.takes_images:
-            return is_array and tuple(images.shape) == self.preprocessing.shape  # type: ignore[attr-defined]
+            shape: object = getattr(self.preprocessing, "shape", ())
+            return is_array and tuple(images.shape) == shape
         if is_array:
-            return images.ndim < 3 or (images.ndim == 3 and images.shape[-1] == 3)
+            return bool(images.ndim < 3 or (images.ndim == 3 and images.shape[-1] == 3))
         return isinstance(images, str | bytes | os.PathLike | Image.Image)
 
     def similarity(self, a: Any, b: Any) -> Tensor:
@@ -486,7 +487,6 @@ class Embedder(nn.Module):
         return Path(folder)
 
     @classmethod
-    @torch.inference_mode(False)
     def load(
         cls,
         source: str | PathLike[str],
@@ -515,8 +515,17 @@ class Embedder(nn.Module):
                 raise UsageError(
                     f"no such embedder: {name}. Pass a run, an ONNX file or the name of a backbone."
                 )
-            return cls.create(check_name(name), None).eval().to(device)
-        path = find_embedder(path)
+            try:
+                check_name(name)
+            except UsageError as error:
+                raise UsageError(f"no file or folder {name}, and {error}") from None
+            return cls.create(name, None).eval().to(device)
+        return cls._load_folder(find_embedder(path), device, module)
+
+    @classmethod
+    @torch.inference_mode(False)
+    def _load_folder(cls, path: Path, device: torch.device, module: nn.Module | None) -> Self:
+        """Load an embedder from its folder."""
         description, tensors = read_embedder(path)
         backbone = str(description["architecture"].get("backbone"))
         if backbone.startswith(CUSTOM) and module is None:
@@ -578,6 +587,7 @@ class Embedder(nn.Module):
         return push(self, repo_id, license, private)
 
     @classmethod
+    @torch.inference_mode(False)
     def from_onnx(
         cls,
         path: str | PathLike[str],

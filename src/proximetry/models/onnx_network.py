@@ -72,7 +72,7 @@ class OnnxNetwork(nn.Module):
                 "[B, 3, H, W]"
             )
         output = output or (outputs[0] if len(outputs) == 1 else None)
-        if output not in outputs:
+        if output is None or output not in outputs:
             raise UsageError(
                 f"{name} has the outputs {', '.join(outputs)}, not {output}. Name the embedding in "
                 f'the description of the file: {{"output": "{outputs[0]}"}}'

@@ -276,8 +276,8 @@ class Gallery:
         self, paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
     ) -> list[bool]:
         """Return for each file whether its image is in the gallery."""
-        is_path = isinstance(paths, str | os.PathLike)
-        table = metadata.from_images([paths] if is_path else list(paths))
+        files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        table = metadata.from_images(files)
         existing = self._snapshot.find_paths(table)
         return [path in existing for path in table["path"].to_pylist()]
 
