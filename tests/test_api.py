@@ -105,7 +105,10 @@ def test_serve_indexes_a_folder_first(home, call, monkeypatch):
     assert "model: tf_efficientnet_lite0" in out
     assert "gallery: 18 images. The page is at" in out
     assert "gallery: 18 images. The page is at" in call("serve", "--port", "0")
-    Gallery.open("gallery").serve(port=0)
+    (home / "gallery").rename(home / "other")
+    assert "other: 18 images. The page is at" in call("serve", "--gallery", "other", "--port", "0")
+    assert "other: 18 images. The page is at" in call("serve", "other", "--port", "0")
+    Gallery.open("other").serve(port=0)
 
 
 @pytest.fixture

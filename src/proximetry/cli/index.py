@@ -28,8 +28,9 @@ def index(
 
     Args:
         images: image files, folders to search for them, CSV or Parquet tables, tar files.
-        model: folder of a run or of a saved embedder, hub:owner/name, ONNX file, or name of a
-            backbone; default: the embedder in the gallery, for a new one a pretrained network.
+        model: folder of a run or of a saved embedder, hub:owner/name, an ONNX file, or the name of
+            a backbone; default: the embedder in the gallery, for a new gallery a pretrained
+            backbone from an installed package.
         gallery: folder of the gallery, or an address on Milvus: milvus://host:19530/collection, or
             milvus:file.db for a local file.
         index: Flat searches exactly, HNSW32, IVF1024,PQ64 and other factory strings of faiss

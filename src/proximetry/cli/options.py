@@ -22,7 +22,11 @@ BatchSize = Annotated[
 MAX_K = 10_000
 Neighbors = Annotated[int, Parameter(validator=Number(gte=0, lte=MAX_K))]
 EmbedderFolder = Annotated[
-    Path, Parameter(help="folder of a run or of a saved embedder, or hub:owner/name.")
+    Path,
+    Parameter(
+        help="folder of a run or of a saved embedder, hub:owner/name, an ONNX file, or the name of "
+        "a backbone with pretrained weights."
+    ),
 ]
 GalleryAddress = Annotated[str, Parameter(help="folder of the gallery, or its address on Milvus.")]
 Device = Annotated[

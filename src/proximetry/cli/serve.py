@@ -11,7 +11,8 @@ from proximetry.search.manifest import GALLERY, LOCK, MANIFEST
 
 
 def serve(
-    source: str = GALLERY,
+    source: str | None = None,
+    /,
     *,
     gallery: str = GALLERY,
     model: Path | None = None,
@@ -22,24 +23,24 @@ def serve(
     """Serve a page with image search and a map, of a gallery or of your images.
 
     Args:
-        source: folder of a gallery; or images, as for `proximetry index`, which are indexed first.
-        gallery: folder of the gallery of these images; new images are added to it.
-        model: embedder of these images, as for `proximetry index`.
+        source: folder of a gallery, by default --gallery; or images, as for `proximetry index`,
+            which are indexed first.
+        gallery: folder of the gallery; new images are added to it.
+        model: embedder of the images, as for `proximetry index`.
         host: name or address to listen on; the default is reachable only from this machine.
         port: port to listen on; 0 chooses a free one.
         token: access token for page and API, required unless the host is a loopback address;
             default: the environment variable PROXIMETRY_TOKEN.
     """
-    if _holds_images(Path(source).expanduser()):
+    if source is not None and _holds_images(Path(source).expanduser()):
         from proximetry.search import index
 
         with progress_bar("indexing") as progress:
             index(source, gallery, model, progress=progress, report=echo)
-    else:
-        gallery = source
+        source = None
     from proximetry.web import serve as run
 
-    run(gallery, host, port, token, report=echo)
+    run(source or gallery, host, port, token, report=echo)
 
 
 def _holds_images(path: Path) -> bool:

@@ -80,4 +80,4 @@ class SearchResult:
         return draw_sheet(self)
 
     def __repr__(self) -> str:
-        return f"SearchResult({len(self)} queries, k={self.k}, similarity={self.similarity!r})"
+        return f"SearchResult(queries={len(self)}, k={self.k}, similarity={self.similarity!r})"
