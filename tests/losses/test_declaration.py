@@ -26,6 +26,7 @@ def test_signature_follows_the_declaration():
     settings = {"alpha": 5.0, "margin": 0.2, "gamma": 0.3, "tau": 0.4}
     loss = losses.MPA(3, 4, proxies_per_class=2, negative_classes="absent", **settings)
     assert (loss.alpha, loss.margin, loss.gamma, loss.tau) == (5.0, 0.2, 0.3, 0.4)
+    assert (loss.num_classes, loss.dim, loss.proxies_per_class) == (3, 4, 2)
     assert loss.proxies.proxies_per_class == 2
     assert "alpha=5.0, margin=0.2" in repr(loss)
     assert copy.deepcopy(loss).margin == 0.2

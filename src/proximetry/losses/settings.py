@@ -211,7 +211,9 @@ class ConfigurableModule(FullPrecision):
         self._built_with = arguments
         self.build(arguments)
         for name, value in arguments.items():
-            if not self._arguments[name].is_constant:
+            if self._arguments[name].is_constant:
+                self.__dict__[name] = value
+            else:
                 setattr(self, name, value)
 
     def build(self, arguments: dict[str, Any]) -> None:
