@@ -117,8 +117,9 @@ def load_model(
         model = stored if is_gallery(out) and stored.exists() else packaged_backbone()
     embedder = model if isinstance(model, Embedder) else Embedder.load(model, device)
     if not embedder.takes_images:
+        name = "the embedder" if isinstance(model, Embedder) else model
         raise UsageError(
-            f"{model} takes {embedder.preprocessing}, not images. Pass an embedder of images."
+            f"{name} takes {embedder.preprocessing}, not images. Pass an embedder of images."
         )
     if embedder.recipe is None and embedder.weights.source in ("package", "hub"):
         report(
