@@ -163,6 +163,7 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
             )
         table = wrap(f"{message} Evaluate the embedder on images of other classes.")
     folder = plan.out / SECOND_STAGE if recipe.training.two_stages else plan.out
+    takes_images = data.dataset != "vectors"
     run, images = _short(plan.out), _short(Path(data.root or "IMAGES"))
     pairs = ",".join(f"{field}={column}" for field, column in data.columns.items())
     data_options = f" --columns {shlex.quote(pairs)}" if pairs else ""
@@ -173,11 +174,6 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
         if data.root is not None and resolve_source(data.root)[0] == data.dataset:
             test_source = images
         test_source += data_options
-    search = [
-        f"  proximetry index {images} --model {run}{data_options}",
-        "  proximetry search QUERY.jpg",
-        "  proximetry serve",
-    ]
     return "\n".join(
         [
             table,
@@ -189,7 +185,8 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
             "Next:",
             f"  proximetry report {run}",
             f"  proximetry evaluate {run} {test_source}",
-            *(search if data.dataset != "vectors" else []),
+            *([f"  proximetry index {images} --model {run}{data_options}"] if takes_images else []),
+            *(["  proximetry search QUERY.jpg", "  proximetry serve"] if takes_images else []),
             f"  proximetry embed {run} {images} --out embeddings.npz{data_options}",
             f"  proximetry export {run} {shlex.quote(f'{plan.out.name}.onnx')}",
         ]
