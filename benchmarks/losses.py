@@ -53,7 +53,7 @@ def cases(only: str | None) -> Iterator[Case]:
     for classes, repeats in ((100, 100), (1_000, 21)):
         if only in (None, "soft_triple"):
             torch.manual_seed(0)
-            triple = losses.SoftTriple(classes, DIM, 10, tau=0.0)
+            triple = losses.SoftTriple(classes, DIM, proxies_per_class=10, tau=0.0)
             peer = peer_losses.SoftTripleLoss(classes, DIM, 10)
             # the peer's is [D, C·K] with the proxies of a class side by side
             peer.fc.data = triple.proxies.weight.detach().reshape(-1, DIM).T.contiguous()
@@ -120,7 +120,9 @@ def measure_intra_class_term(repeats: int | None) -> str:
     x = torch.randn(batch, DIM, requires_grad=True)
     y = torch.randint(0, classes, (batch,))
     runs = {
-        f"tau = {tau}": step(losses.SoftTriple(classes, DIM, per_class, tau=tau), x, y)
+        f"tau = {tau}": step(
+            losses.SoftTriple(classes, DIM, proxies_per_class=per_class, tau=tau), x, y
+        )
         for tau in (0.0, 0.2)
     }
     seconds = alternate(runs, repeats or 21)

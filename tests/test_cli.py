@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proximetry import cli
-from proximetry.cli import train as train_command
 from proximetry.data import Catalog
 from proximetry.models import Embedder
 from proximetry.training import Recipe, train
+from proximetry.training.plan import make_plan
 from tests.training.tiny import make_images, make_recipe
 
 
@@ -268,7 +268,7 @@ def test_recipe_name_cannot_leave_the_runs_folder(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("../../elsewhere", "/etc/x", "..", "a/b", 300 * "x", "..."):
         (tmp_path / "r.yaml").write_text(yaml.safe_dump({"base": "glyphs", "name": name}))
-        plan = train_command.make_plan("r.yaml", None, None, {}, "cpu")
+        plan = make_plan("r.yaml", None, None, {}, "cpu")
         assert plan.out.parent == Path("runs")
         assert plan.out.name not in ("", ".", "..")
         assert len(plan.out.name) <= 100

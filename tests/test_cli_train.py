@@ -15,6 +15,7 @@ from proximetry import cli
 from proximetry.cli import train as train_command
 from proximetry.models import Embedder
 from proximetry.training import Recipe, RunFolder
+from proximetry.training.plan import make_plan
 from tests.training.tiny import make_images
 
 # With these the default recipes train on squares in a second.
@@ -109,14 +110,14 @@ def test_recipe_of_another_device_is_resumed_or_replaced(call, home):
 
 def test_folder_of_a_starting_run_is_not_available(home):
     here, other = home / "flowers", make_images(home / "other" / "flowers", seed=1)
-    plan = train_command.make_plan(str(here), None, None, {}, "cpu")
+    plan = make_plan(str(here), None, None, {}, "cpu")
     folder = RunFolder(plan.out)
     folder.acquire()
     folder.begin(plan.recipe, torch.device("cpu"))
     for images, place in ((here, "runs/flowers"), (other, "runs/flowers-2")):
-        assert str(train_command.make_plan(str(images), None, None, {}, "cpu").out) == place
+        assert str(make_plan(str(images), None, None, {}, "cpu").out) == place
     folder.release()  # it was killed before its first checkpoint
-    assert str(train_command.make_plan(str(other), None, None, {}, "cpu").out) == "runs/flowers"
+    assert str(make_plan(str(other), None, None, {}, "cpu").out) == "runs/flowers"
 
 
 @pytest.mark.parametrize("way", ["default", "--recipe", "first word"])
@@ -151,7 +152,7 @@ def test_run_resumes_with_its_own_recipe(call, home, way):
 def test_default_recipe_depends_on_the_device(home, monkeypatch, cuda, device, recipe, line):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     changes = {"model": {"dim": 8}}
-    plan = train_command.make_plan(str(home / "flowers"), None, None, changes, device)
+    plan = make_plan(str(home / "flowers"), None, None, changes, device)
     assert plan.recipe.name == recipe
     assert plan.lines[0].startswith(line)
     assert "model.dim 8 also resets model.pca_dim (512), model.whitening (0.25)" in plan.lines
@@ -375,6 +376,8 @@ def test_dry_run_reports_the_state_of_the_run(call, home):
         ("faces", {"data.root": "images"}, "evaluate 'my run' faces --root images"),
         ("glyphs", {}, "evaluate 'my run' glyphs"),
         ("images", {}, "evaluate 'my run' images"),
+        ("images", {}, "index images --model 'my run'"),
+        ("images", {}, "serve"),
         ("vectors.npz", {}, "export 'my run' 'my run.onnx'"),
         ("vectors.npz", {}, "embed 'my run' vectors.npz --out embeddings.npz"),
     ],
@@ -384,7 +387,7 @@ def test_next_commands_are_quoted_and_name_the_images(home, source, changes, com
     np.savez(home / "here" / "vectors.npz", vectors=np.eye(4), labels=np.arange(4) // 2)
     line = {"epoch": 1, "test": {"recall@1": 0.5}}
     results = {"protocol": "last", "selected": line, "last": line}
-    plan = train_command.make_plan(source, home / "here" / "my run", None, changes, "cpu")
+    plan = make_plan(source, home / "here" / "my run", None, changes, "cpu")
     assert f"  proximetry {command}" in train_command.summary(results, plan).splitlines()
 
 

@@ -35,7 +35,7 @@ def test_generated_part_is_replaced_and_the_rest_is_unchanged():
     text = "a\n<!-- generated: signature proxy_anchor -->\nold\n<!-- end -->\nb\n"
     assert generate.fill_parts(text) == (
         "a\n<!-- generated: signature proxy_anchor -->\n"
-        "`ProxyAnchor(num_classes, dim, alpha=32.0, margin=0.1, *, …)`, in recipes `proxy_anchor`\n"
+        "`ProxyAnchor(num_classes, dim, *, alpha=32.0, margin=0.1, …)`, in recipes `proxy_anchor`\n"
         "<!-- end -->\nb\n"
     )
 

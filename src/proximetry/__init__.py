@@ -1,9 +1,39 @@
-"""Proximetry: deep metric learning with proxies."""
+"""Proximetry: deep metric learning with proxies.
+
+import proximetry as px
+
+run = px.train("photos")
+gallery = px.index("photos", model=run.path)
+gallery.search("query.jpg").show()
+"""
 
 from importlib import import_module
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from proximetry._util.imports import lazy_exports
+
+if TYPE_CHECKING:
+    from proximetry.data import Catalog
+    from proximetry.metrics import Metrics, evaluate, retrieve
+    from proximetry.models import Embedder
+    from proximetry.recipe import Recipe
+    from proximetry.run import Run, train
+    from proximetry.search import Gallery, index
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Catalog",
+    "Embedder",
+    "Gallery",
+    "Metrics",
+    "Recipe",
+    "Run",
+    "evaluate",
+    "index",
+    "retrieve",
+    "train",
+]
 
 _PACKAGES = (
     "kernels",
@@ -19,14 +49,23 @@ _PACKAGES = (
     "training",
     "web",
 )
+_load = lazy_exports(
+    __name__,
+    {
+        "data": ("Catalog",),
+        "metrics": ("Metrics", "evaluate", "retrieve"),
+        "models": ("Embedder",),
+        "run": ("Run", "train"),
+        "search": ("Gallery", "index"),
+        "recipe": ("Recipe",),
+    },
+)
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Import a package on first access; `import proximetry` loads none."""
-    if name in _PACKAGES:
-        return import_module(f"proximetry.{name}")
-    raise AttributeError(f"module 'proximetry' has no attribute {name!r}")
+def __getattr__(name: str) -> Any:
+    """Import a package or a name on first access; `import proximetry` loads none."""
+    return import_module(f"proximetry.{name}") if name in _PACKAGES else _load(name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PACKAGES})
+    return sorted({*globals(), *__all__, *_PACKAGES})

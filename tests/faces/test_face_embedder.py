@@ -140,7 +140,7 @@ def test_other_networks_raise(tmp_path, options, message):
         ('{"mean": [1, 2]}', r"mean .*\[1, 2\]"),
         ('{"std": 0}', "std"),
         ('{"shade": 1}', "'shade'"),
-        ("{8}", "--input: Invalid JSON"),
+        ("{8}", "description: Invalid JSON"),
         ("nothing.json", r"nothing\.json"),
     ],
 )

@@ -17,14 +17,16 @@ PAIRS = [f"pairs/{name}" for name in losses.PAIR_LOSSES]
 
 def test_signature_follows_the_declaration():
     assert str(inspect.signature(losses.ProxyAnchor)).startswith(
-        "(num_classes: int, dim: int, alpha: float = 32.0, margin: float = 0.1, *, engine:"
+        "(num_classes: int, dim: int, *, alpha: float = 32.0, margin: float = 0.1, engine:"
     )
     order = {name: list(inspect.signature(cls).parameters) for name, cls in losses.LOSSES.items()}
     assert order["mpa"][2:7] == ["proxies_per_class", "alpha", "margin", "gamma", "tau"]
     assert order["soft_triple"][2:7] == ["proxies_per_class", "scale", "gamma", "margin", "tau"]
     assert order["arcface"][2:4] == ["scale", "margin"]
-    loss = losses.MPA(3, 4, 2, 5.0, 0.2, 0.3, 0.4, negative_classes="absent")
+    settings = {"alpha": 5.0, "margin": 0.2, "gamma": 0.3, "tau": 0.4}
+    loss = losses.MPA(3, 4, proxies_per_class=2, negative_classes="absent", **settings)
     assert (loss.alpha, loss.margin, loss.gamma, loss.tau) == (5.0, 0.2, 0.3, 0.4)
+    assert (loss.num_classes, loss.dim, loss.proxies_per_class) == (3, 4, 2)
     assert loss.proxies.proxies_per_class == 2
     assert "alpha=5.0, margin=0.2" in repr(loss)
     assert copy.deepcopy(loss).margin == 0.2
@@ -92,7 +94,7 @@ def test_checking_pair_losses_needs_no_extra(monkeypatch):
         (lambda: losses.MPA(3, 4, alhpa=1.0), TypeError, "MPA has no setting 'alhpa', did you"),
         (lambda: losses.MPA(3, 4, temperature=1), TypeError, "'temperature'. Valid names: num_c"),
         (lambda: losses.MPA(3), TypeError, "MPA: missing a required argument: 'dim'"),
-        (lambda: losses.ProxyAnchor(3, 4, 1.0, 0.1, "auto"), TypeError, "too many positional"),
+        (lambda: losses.ProxyAnchor(3, 4, 32.0), TypeError, "too many positional"),
         (lambda: losses.LossForm("single", "class", "softmax"), ValueError, "softmax"),
         (lambda: losses.LossForm("double", "class", "separate"), ValueError, "got 'double'"),
     ],
@@ -150,8 +152,8 @@ def test_custom_loss_is_declared_registered_and_subclassed(monkeypatch):
         *losses.ProxyLoss.settings(),
     ]
     assert Plain(2, 3).scale == 4.0
-    assert Sharper(2, 3, 1).scale == 8.0
-    assert Sharper(2, 3, 1).proxies.weight.shape == (2, 1, 3)
+    assert Sharper(2, 3, proxies_per_class=1).scale == 8.0
+    assert Sharper(2, 3, proxies_per_class=1).proxies.weight.shape == (2, 1, 3)
     for name in ("Other", "MPA"):
         with pytest.raises(ValueError, match="'mpa' exists already: MPA"):
             type(name, (losses.ProxyLoss,), {}, name="mpa")

@@ -32,8 +32,8 @@ class Classifier(nn.Module):
 
 MAKE = {
     "proxy_anchor": lambda: losses.ProxyAnchor(5, 4),
-    "mpa streamed": lambda: losses.MPA(5, 4, 2, engine="streamed"),
-    "soft_triple": lambda: losses.SoftTriple(5, 4, 2),
+    "mpa streamed": lambda: losses.MPA(5, 4, proxies_per_class=2, engine="streamed"),
+    "soft_triple": lambda: losses.SoftTriple(5, 4, proxies_per_class=2),
     "sphereface": lambda: losses.SphereFace(5, 4),
     "supcon": SupConLoss,
     "pairs": lambda: PairLoss("contrastive", memory=32, dim=4),

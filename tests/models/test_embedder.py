@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from proximetry._util.machine import resolve_device
 from proximetry.models import Embedder, GeM, freeze_batchnorm
 from proximetry.models.pca import with_pca
 
@@ -210,3 +211,16 @@ def test_fingerprint_and_saved_architecture_are_stable(tmp_path):
         whole.update(f"{name} {plain.dtype} {list(plain.shape)}\0".encode())
         whole.update(plain.contiguous().reshape(-1).view(torch.uint8).numpy())
     assert embedder.fingerprint() == whole.hexdigest()
+
+
+def test_default_device_is_the_best_one(monkeypatch):
+    def devices(gpus, mps):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+        return str(resolve_device()), str(resolve_device(float64=True))
+
+    assert devices(2, False) == ("cuda", "cuda")
+    assert devices(0, True) == ("mps", "cpu")
+    assert devices(0, False) == ("cpu", "cpu")
+    with pytest.raises(ValueError, match=r"'mps'\. Available: cpu"):
+        resolve_device("mps")

@@ -259,10 +259,41 @@ def test_encode_rejects_nonfinite_embeddings(embedder, tmp_path):
         overflowing.encode([image_of(1)])
 
 
-def test_encode_rejects_single_images_and_bad_batch_sizes(embedder, tmp_path):
-    for one in ("a.png", tmp_path, image_of(1), np.zeros((9, 9, 3), np.uint8), b"x"):
-        with pytest.raises(ValueError, match=r"Pass \[image\]"):
-            embedder.encode(one)
+def test_encode_of_one_image_returns_one_vector(embedder, tmp_path):
+    image = image_of(1)
+    image.save(tmp_path / "a.png")
+    pixels = np.asarray(image)
+    (expected,) = embedder.encode([image])
+    for one in (image, pixels, torch.from_numpy(pixels.copy()), tmp_path / "a.png"):
+        torch.testing.assert_close(embedder.encode(one), expected)
+    vectors = Embedder.create("vectors", 4, weights="none", input_dim=8)
+    assert vectors.encode(np.ones(8, np.float32)).shape == (4,)
+    assert vectors.encode(np.ones((1, 8), np.float32)).shape == (1, 4)
+
+
+def test_encode_truncates_and_normalizes_again(embedder):
+    images = [image_of(1), image_of(2)]
+    whole, short = embedder.encode(images), embedder.encode(images, truncate_dim=3)
+    torch.testing.assert_close(short, F.normalize(whole[:, :3]))
+    assert embedder.encode(images[0], truncate_dim=3).shape == (3,)
+    for dim in (0, 9, 2.5):
+        with pytest.raises(ValueError, match=f"truncate_dim .* got {dim}"):
+            embedder.encode(images, truncate_dim=dim)
+
+
+def test_similarity_of_images_and_vectors(embedder):
+    images = [image_of(1), image_of(2)]
+    vectors = embedder.encode(images)
+    found = embedder.similarity(images, images)
+    torch.testing.assert_close(found, vectors @ vectors.T)
+    assert embedder.similarity(images[0], images[1]).shape == ()
+    torch.testing.assert_close(embedder.similarity(images[0], vectors), found[0])
+    torch.testing.assert_close(embedder.similarity(vectors.numpy(), images[0]), found[:, 0])
+    far = Embedder.create("vectors", None, normalize=False, weights="none", input_dim=2)
+    assert far.similarity(torch.tensor([3.0, 4.0]), torch.zeros(1, 2)).tolist() == [-5.0]
+
+
+def test_encode_rejects_bad_batch_sizes(embedder):
     for batch_size in (0, None, 1.5):
         with pytest.raises(ValueError, match=f"batch_size .* got {batch_size}"):
             embedder.encode([image_of(1)], batch_size=batch_size)

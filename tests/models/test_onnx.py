@@ -68,6 +68,32 @@ def test_exported_graph_equals_torch(tmp_path, capfd, backbone, settings):
     torch.testing.assert_close(again.embed(whole), embedder.embed(whole), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_onnx_file_is_an_embedder(tmp_path, normalize):
+    torch.manual_seed(0)
+    options = {"weights": "none", "image_size": 32, "normalize": normalize}
+    embedder = Embedder.create("small_convnet", 8, **options).eval()
+    loaded = Embedder.load(embedder.export_onnx(tmp_path / "e.onnx"))
+    assert (loaded.dim, loaded.architecture.normalize) == (8, normalize)
+    assert loaded.architecture.similarity == embedder.architecture.similarity
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 50, 3), np.uint8)
+    expected = embedder.encode([pixels, pixels[:35]])
+    torch.testing.assert_close(loaded.encode([pixels, pixels[:35]]), expected, atol=1e-4, rtol=1e-3)
+    again = Embedder.load(loaded.save(tmp_path / "saved"))  # the file itself is saved
+    assert again.fingerprint() == loaded.fingerprint()
+    assert torch.equal(again.encode(pixels), loaded.encode(pixels))
+
+
+def test_onnx_file_with_external_data_is_an_embedder(tmp_path):
+    embedder = Embedder.create("small_convnet", 8, weights="none", image_size=32).eval()
+    model = onnx.load(embedder.export_onnx(tmp_path / "e.onnx"))
+    onnx.save(model, tmp_path / "x.onnx", save_as_external_data=True, location="x.onnx.data")
+    assert (tmp_path / "x.onnx.data").exists()
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 50, 3), np.uint8)
+    found = Embedder.load(tmp_path / "x.onnx").encode(pixels)
+    torch.testing.assert_close(found, embedder.encode(pixels), atol=1e-4, rtol=1e-3)
+
+
 def test_export_rejects_a_graph_that_differs_from_torch(tmp_path, monkeypatch):
     wrong = SimpleNamespace(run=lambda _, feed: [np.zeros((len(feed["pixels"]), 8), np.float32)])
     embedder = Embedder.create("small_convnet", 8, weights="none")

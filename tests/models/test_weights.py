@@ -50,6 +50,23 @@ def test_missing_weights_raise_and_list_choices(no_hub, monkeypatch):
             Embedder.create("tf_efficientnet_lite0", weights=choice)
 
 
+def test_name_of_a_backbone_loads_its_pretrained_weights(no_hub, monkeypatch, tmp_path):
+    name = weights.packaged_backbone()
+    embedder = Embedder.load(name)
+    assert (embedder.weights.source, embedder.training) == ("package", False)
+    assert (embedder.dim, embedder.architecture.dim) == (embedder.width, 0)
+    assert Embedder.load(name).fingerprint() == embedder.fingerprint()
+    with pytest.raises(ValueError, match=r"no file or folder tf_efficientnet_lit0, .*_lite0'"):
+        Embedder.load("tf_efficientnet_lit0")
+    with pytest.raises(ValueError, match=r"no such embedder: .*nowhere"):
+        Embedder.load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"no such file: missing\.onnx"):
+        Embedder.load("missing.onnx")
+    monkeypatch.setattr(weights, "_package_file", lambda name: None)
+    with pytest.raises(WeightsError, match="extra 'weights'"):
+        weights.packaged_backbone()
+
+
 @pytest.mark.parametrize("size", [0, 1, 2])
 def test_package_weights_classify_a_photograph(size, no_hub):
     """Tensors are mapped by order; the prediction shows that the order is right."""

@@ -45,6 +45,46 @@ def test_search_equals_retrieve(embedder, images, tmp_path):
     assert "48 images, 8 dimensions, cosine, index Flat" in repr(built)
 
 
+def test_one_image_or_vector_is_a_query(embedder, images, tmp_path):
+    built = Gallery.build(embedder, images, tmp_path / "gallery")  # a folder of class folders
+    assert built.count_labels() == {f"class{number:02d}": 4 for number in range(12)}
+    file = images / "class03" / "1.png"
+    expected = built.search([file], 5)
+    for query in (file, open_image(file), np.asarray(open_image(file)), embedder.encode(file)):
+        assert np.array_equal(built.search(query, 5).ids, expected.ids)
+    assert built.contains(file) == [True]
+    Image.new("RGB", (9, 9)).save(tmp_path / "new.png")
+    assert len(built.add(tmp_path / "new.png", labels=["new"])) == 1
+
+
+def test_show_returns_a_contact_sheet(embedder, images, tmp_path):
+    built = Gallery.build(embedder, images, tmp_path / "gallery")
+    file = images / "class03" / "1.png"
+    sheets = [
+        built.search(query, 4).show()
+        for query in (file, open_image(file), torch.from_numpy(np.array(open_image(file))))
+    ]
+    boxes = [sheet.crop((10, 10, 170, 170)).tobytes() for sheet in sheets]  # of the query
+    assert boxes[0] == boxes[1] == boxes[2]
+    assert sheets[0].width > 5 * 160
+    assert built.search(embedder.encode([file, file]), 4).show().height > 2 * 160
+
+
+def test_predict_is_the_vote_of_the_nearest_images(gallery):
+    labels = ["jay", "crow", "crow", "jay", None, None]
+    vectors = np.eye(DIM, dtype=np.float32)[:6] + 0.1 * np.arange(6, dtype=np.float32)[:, None]
+    paths = [f"/{number}.png" for number in range(6)]
+    built = Gallery.build(
+        gallery.embedder, paths, gallery.path / "../votes", labels=labels, vectors=vectors
+    )
+    result = built.search(vectors[0], 6)
+    (predicted,) = built.predict(vectors[0], 6)
+    assert predicted == result.predictions[0] == ("jay", 2, 4)  # at a tie the nearer one
+    assert str(predicted) == "jay (2 of 4)"
+    assert built.predict(vectors[4], 1) == [(None, 0, 0)]
+    assert [one.label for one in built.predict(vectors[:2], 1)] == ["jay", "crow"]
+
+
 @pytest.mark.parametrize("normalized", [True, False])
 def test_flat_order_equals_float64_brute_force(tmp_path, normalized):
     embedder = make_embedder(normalize=normalized)
@@ -212,12 +252,12 @@ def test_update_embeds_again_and_gives_new_ids(gallery):
         ),
         (lambda g: g.add(make_table(60, 2), vectors=make_vectors(3)), r"vectors must be \[2, 8\]"),
         (lambda g: g.add(make_table(60, 1), vectors=make_vectors(1) * np.nan), "NaN"),
-        (lambda g: g.add("/x.png"), "got /x.png"),
+        (lambda g: g.add("/x.png"), "no such file or folder: /x.png"),
         (lambda g: g.add(["/x.png"]), "/x.png: no such file"),
         (lambda g: g.search(make_vectors(1), 0), "k must be"),
         (lambda g: g.search(make_vectors(1)[:, :4]), r"vectors must be \[1, 8\]"),
         (lambda g: g.search(make_vectors(1) * np.inf), "NaN or infinite"),
-        (lambda g: g.search("/x.png"), r"Pass \[image\]"),
+        (lambda g: g.search("/x.png"), "/x.png: no such file"),
         (lambda g: g.search(make_vectors(1), where={"lable": "class1"}), "did you mean 'label'"),
         (lambda g: g.search(make_vectors(1), where={"label": "clas1"}), "did you mean 'class1'"),
         (lambda g: g.search(make_vectors(1), where={"label": []}), "no value for label"),

@@ -339,7 +339,6 @@ def test_commands(images, address, tmp_path, monkeypatch, capfd):
         return printed.err if code else printed.out
 
     where = ("--gallery", address)
-    assert "--model RUN" in call("index", "images", *where, code=2)
     text = call("index", "images", "--model", "model", *where)
     assert f"{address}: 48 images, 48 new" in text
     assert f"proximetry search QUERY.jpg --gallery {address} --model model" in text

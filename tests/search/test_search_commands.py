@@ -52,6 +52,9 @@ def test_index_search_and_duplicates(home, call):
     other = call("search", *where, query)
     assert {line.split()[2] for line in other.splitlines()[2:]} == {"class04", "class05"}
     assert "score" in call("search", query, "--rerank", "--expand", "2")
+    votes = found["queries"][0]["prediction"]
+    assert votes == {"label": "class00", "votes": 2, "neighbors": 2}
+    assert "class: class00 (2 of 2)" in call("search", query, "-k", "2", "--predict")
     copies = json.loads(call("duplicates", "--threshold", "0.999999", "--json"))
     assert [str(home / query), str(home / "images/class00/copy.png")] in copies["groups"]
     assert "images/class00/copy.png" in call("duplicates")
@@ -115,7 +118,6 @@ def test_contact_sheets_are_self_contained(home, call, kind):
 @pytest.mark.parametrize(
     ("words", "token"),
     [
-        (["index", "images"], "--model RUN"),
         (["index", "--model", "model"], "no images"),
         (["index", "nowhere", "--model", "model"], "nowhere"),
         (["index", "images", "--model", "nowhere"], "nowhere"),
@@ -183,6 +185,7 @@ def test_removed_results_are_marked(tmp_path):
         "cosine",
         ("path", "label"),
         scores=None,
+        queries=["query.png"],
         _positions=np.array([[5]]),
         _take=lambda places, columns: {name: [None] for name in columns},
     )

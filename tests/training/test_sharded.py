@@ -69,7 +69,7 @@ def on_ranks(monkeypatch, classes, ranks, step=False):
     built = []
     for rank in range(ranks):
         torch.manual_seed(0)
-        loss = losses.MPA(classes, 3, 2)
+        loss = losses.MPA(classes, 3, proxies_per_class=2)
         with monkeypatch.context() as context:
             context.setattr(sharded, "_rank", lambda group, rank=rank: rank)
             context.setattr(sharded, "_ranks", lambda group: ranks)

@@ -39,6 +39,7 @@ def test_upload_search_equals_gallery_search(client, shared):
     assert [one["label"] for one in results(answer)] == expected.labels[0].tolist()
     assert answer.json()["images"] == TOTAL
     assert answer.json()["query"] is None
+    assert answer.json()["prediction"] == expected.predictions[0]._asdict()
     assert "model;dur=" in answer.headers["server-timing"]
 
 

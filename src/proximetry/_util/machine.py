@@ -123,17 +123,26 @@ def preserve_rng_state() -> Iterator[None]:
         yield
 
 
-def resolve_device(name: str | None = None) -> torch.device:
-    """Return the device of this name, by default CUDA if there is a GPU; raise if unavailable."""
+def resolve_device(
+    device: str | torch.device | None = None, *, float64: bool = False
+) -> torch.device:
+    """Return a device by name, by default the best one; raise if it is not available.
+
+    The best one is CUDA, then the GPU of an Apple computer (MPS), then the CPU. With `float64`,
+    which MPS lacks, it is CUDA or the CPU.
+    """
     import torch
 
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if isinstance(device, torch.device):
+        return device
     gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    names = ["cpu", "cuda", *gpus] if gpus else ["cpu"]
-    if name not in names:
-        raise UsageError(f"there is no device {format_value(name)}. Available: {', '.join(names)}.")
-    return torch.device(name)
+    names = ["cuda", *gpus] if torch.cuda.is_available() else []
+    names += ["mps"] if torch.backends.mps.is_available() and not float64 else []
+    names.append("cpu")
+    if device is not None and device not in names:
+        available = ", ".join(sorted(names))
+        raise UsageError(f"there is no device {format_value(device)}. Available: {available}.")
+    return torch.device(names[0] if device is None else device)
 
 
 def by_device(device: torch.device, *, cpu: int, cuda: int) -> int:

@@ -25,6 +25,15 @@ _COMMANDS = (
     *("demo", "duplicates", "embed", "evaluate", "export", "index", "push", "report"),
     *("reproduce", "search", "serve", "train"),
 )
+# The groups of `proximetry --help`; other commands are advanced.
+_GROUPS = {
+    "Train": ("train", "demo", "recipes", "losses", "backbones"),
+    "Evaluate": ("evaluate", "report", "compare", "metrics"),
+    "Search": ("index", "search", "serve", "duplicates", "embed"),
+    "Data": ("datasets", "cache"),
+    "Faces": ("faces",),
+    "Advanced": (),
+}
 _LIST = re.compile(r"[\d.e+-]+(,[\d.e+-]+)+", re.IGNORECASE)
 # The key that a section stands for as an option: --loss arcface.
 _SECTIONS = {
@@ -36,7 +45,7 @@ _SECTIONS = {
 
 def make_app() -> "App":
     """Return the application with all its commands."""
-    from cyclopts import App, Parameter
+    from cyclopts import App, Group, Parameter
 
     from proximetry.cli import cache, faces, listings
 
@@ -55,18 +64,26 @@ def make_app() -> "App":
         suppress_keyboard_interrupt=False,
     )
     commands = {name: getattr(import_module(f"proximetry.cli.{name}"), name) for name in _COMMANDS}
-    groups = [(app, commands | listings.COMMANDS)]
+    groups = {title: Group(title, sort_key=number) for number, title in enumerate(_GROUPS)}
+    advanced = groups["Advanced"]
+    group_of = {name: groups[title] for title, names in _GROUPS.items() for name in names}
+    parents = [(app, commands | listings.COMMANDS)]
     for module, name in ((faces, "faces"), (cache, "cache")):
-        group = App(name=name, help=module.ABOUT)
-        app.command(group)
-        groups.append((group, module.COMMANDS))
-    for group, functions in groups:
+        parent = App(name=name, help=module.ABOUT, group=group_of[name])
+        app.command(parent)
+        parents.append((parent, module.COMMANDS))
+    for parent, functions in parents:
         for name, function in functions.items():
             # Join the lines of each paragraph, since help is wrapped to another width.
             text = inspect.cleandoc(function.__doc__ or "")
             function.__doc__ = re.sub(r"(?<=\S)\n(?=\S| {8})\s*", " ", text)
-            group.command(function, name=name)
-    app.register_install_completion_command(help="Install completion for your shell.")
+            group = group_of.get(name, advanced) if parent is app else None
+            parent.command(function, name=name, group=group)
+    app.register_install_completion_command(
+        help="Install completion for your shell.", group=advanced
+    )
+    for flag in ("--help", "--version"):
+        app[flag].group = advanced
     return app
 
 

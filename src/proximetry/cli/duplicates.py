@@ -5,8 +5,9 @@ from typing import Any
 
 from proximetry._util.formatting import format_int, pluralize
 from proximetry.cli.inputs import open_gallery
-from proximetry.cli.options import GALLERY, AsJson, GalleryAddress
+from proximetry.cli.options import AsJson, GalleryAddress
 from proximetry.cli.output import check_out, print_result, progress_bar, relative_path
+from proximetry.search.manifest import GALLERY
 
 
 def duplicates(

@@ -11,7 +11,7 @@ from proximetry._util.files import atomic_write
 from proximetry._util.formatting import truncate_lines
 from proximetry._util.imports import import_optional
 from proximetry._util.types import Progress
-from proximetry.cli.inputs import Image, find_images, load_embedder, processes
+from proximetry.cli.inputs import load_embedder, processes
 from proximetry.cli.options import (
     AsJson,
     BadImages,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from proximetry.data.image_files import ImageFile
     from proximetry.training.distributed import World
 
 
@@ -54,6 +55,7 @@ def embed(
             beside it, v.npy.json for v.npy; .parquet the columns path, label and vector.
         flip: append the embedding of the horizontally flipped image.
     """
+    from proximetry.data.image_files import find_images
     from proximetry.data.vectors import SUFFIXES, rows_file
 
     check_out(out, SUFFIXES, images)
@@ -63,12 +65,16 @@ def embed(
     skip, skipped_file = bad_images == "skip", out.with_name(f"{out.name}.skipped.json")
     for file in [*outputs[1:], *([skipped_file] if skip else [])]:
         check_out(file, [".json"], images)
-    files, notes = find_images(images, columns, allow_missing=skip)
+    with progress_bar("listing images") as report:
+        files, notes = find_images(images, columns, allow_missing=skip, progress=report)
     if not files:
         raise UsageError(f"no images in {', '.join(images) or 'the arguments'}. Pass some.")
     paths = [path for path, _ in files]
     bad: dict[int, str] = {}
-    with processes(device) as world, progress_bar("embedding", enabled=world.is_main) as report:
+    with (
+        processes(device, float64=False) as world,
+        progress_bar("embedding", enabled=world.is_main) as report,
+    ):
         vectors = _embed_vectors(embedder, images, batch_size, flip, str(world.device))
         if vectors is None:
             vectors, bad = _embed_files(world, embedder, paths, batch_size, flip, skip, report)
@@ -157,7 +163,7 @@ def _embed_files(
     return gathered.numpy(), bad
 
 
-def _write(out: Path, images: Sequence[Image], vectors: "npt.NDArray[np.float32]") -> None:
+def _write(out: Path, images: "Sequence[ImageFile]", vectors: "npt.NDArray[np.float32]") -> None:
     """Write vectors with the paths and labels of their images, in the format of the suffix."""
     import numpy as np
 

@@ -65,8 +65,9 @@ def evaluate(
     Metrics and --eval-dims default to those of the run that saved the embedder.
 
     Args:
-        embedder: folder of a run or of a saved embedder, or hub:owner/name; or, without a source,
-            a file of vectors with labels: .npz, .npy or .parquet, as `proximetry embed` writes.
+        embedder: folder of a run or of a saved embedder, hub:owner/name, an ONNX file, or the name
+            of a backbone with pretrained weights; or, without a source, a file of vectors with
+            labels: .npz, .npy or .parquet, as `proximetry embed` writes.
         source: a folder of class folders, a CSV or Parquet table, a tar file, or a dataset that
             `proximetry datasets` lists; for an embedder of vectors, a file of vectors.
         root: path of the images of such a dataset.

@@ -18,7 +18,10 @@ INPUT = (
     "default: the .json beside it, else 112×112, RGB, (x − 127.5) / 127.5."
 )
 EmbedderSource = Annotated[
-    Path, Parameter(help="folder of a run or of a saved embedder, hub:owner/name, or an ONNX file.")
+    Path,
+    Parameter(
+        help="folder of a run or of a saved embedder, hub:owner/name, ONNX file, or a backbone."
+    ),
 ]
 ABOUT = "Align faces, and test face embedders by the protocols of LFW, YTF and MegaFace."
 

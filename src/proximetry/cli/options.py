@@ -22,12 +22,15 @@ BatchSize = Annotated[
 MAX_K = 10_000
 Neighbors = Annotated[int, Parameter(validator=Number(gte=0, lte=MAX_K))]
 EmbedderFolder = Annotated[
-    Path, Parameter(help="folder of a run or of a saved embedder, or hub:owner/name.")
+    Path,
+    Parameter(
+        help="folder of a run or of a saved embedder, hub:owner/name, an ONNX file, or the name of "
+        "a backbone with pretrained weights."
+    ),
 ]
-GALLERY = "gallery"  # the default folder
 GalleryAddress = Annotated[str, Parameter(help="folder of the gallery, or its address on Milvus.")]
 Device = Annotated[
-    str | None, Parameter(help="cpu, cuda or cuda:1; default: cuda if there is a GPU.")
+    str | None, Parameter(help="cpu, cuda, cuda:1 or mps; default: the best one there is.")
 ]
 Document = Annotated[
     Path | None, Parameter(help="also write the JSON document to this .json file.")

@@ -10,8 +10,9 @@ from cyclopts.validators import Number
 from proximetry._util.errors import UsageError
 from proximetry._util.formatting import shorten
 from proximetry.cli.inputs import open_gallery
-from proximetry.cli.options import GALLERY, MAX_K, AsJson, Flag, GalleryAddress, Neighbors
+from proximetry.cli.options import MAX_K, AsJson, Flag, GalleryAddress, Neighbors
 from proximetry.cli.output import check_out, print_result, progress_bar, relative_path
+from proximetry.search.manifest import GALLERY
 
 if TYPE_CHECKING:
     from proximetry.search import SearchResult
@@ -27,6 +28,7 @@ def search(
     ] = (),
     expand: Neighbors = 0,
     rerank: Flag = False,
+    predict: Flag = False,
     sheet: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
@@ -40,10 +42,11 @@ def search(
             repeat it for several columns; several values of one column are combined with OR.
         expand: query expansion with this number of neighbors.
         rerank: reorder the nearest images by k-reciprocal re-ranking.
+        predict: also print the class that most of the results have.
         sheet: also write a contact sheet: a self-contained .html page, or a .png.
     """
-    from proximetry.cli.inputs import check_exists
     from proximetry.data.folders import split_shard_path
+    from proximetry.data.image_files import check_exists
     from proximetry.search.manifest import MANIFEST
     from proximetry.search.metadata import parse_conditions
 
@@ -63,7 +66,12 @@ def search(
     names = [str(query) for query in queries]
     columns = {name: result.column(name) for name in result.columns}
     lists = [(name, _list_results(result, columns, row)) for row, name in enumerate(names)]
+    predictions = result.predictions
     tables = [_table(name, images, result.similarity) for name, images in lists]
+    if predict:
+        tables = [
+            f"{table}\n  class: {one}" for table, one in zip(tables, predictions, strict=True)
+        ]
     if sheet is not None:
         from proximetry.search import contact_sheet
 
@@ -73,7 +81,10 @@ def search(
         "gallery": gallery,
         "images": len(opened),
         "similarity": result.similarity,
-        "queries": [{"query": name, "found": images} for name, images in lists],
+        "queries": [
+            {"query": name, "prediction": prediction._asdict(), "found": images}
+            for (name, images), prediction in zip(lists, predictions, strict=True)
+        ],
     }
     print_result(as_json, document, "\n\n".join(tables))
 

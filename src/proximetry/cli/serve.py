@@ -1,30 +1,52 @@
-"""`proximetry serve`: a web page and an HTTP API for a gallery."""
+"""`proximetry serve`: a web page and an HTTP API for a gallery, or for a folder of images."""
 
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from proximetry.cli.options import GALLERY
-from proximetry.cli.output import echo
+from proximetry.cli.output import echo, progress_bar
+from proximetry.search.manifest import GALLERY, LOCK, MANIFEST
 
 
 def serve(
-    gallery: str = GALLERY,
+    source: str | None = None,
+    /,
     *,
+    gallery: str = GALLERY,
+    model: Path | None = None,
     host: str = "127.0.0.1",
     port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8000,
     token: str | None = None,
 ) -> None:
-    """Serve a page with image search and a map of a gallery.
+    """Serve a page with image search and a map, of a gallery or of your images.
 
     Args:
-        gallery: folder of the gallery.
+        source: folder of a gallery, by default --gallery; or images, as for `proximetry index`,
+            which are indexed first.
+        gallery: folder of the gallery; new images are added to it.
+        model: embedder of the images, as for `proximetry index`.
         host: name or address to listen on; the default is reachable only from this machine.
         port: port to listen on; 0 chooses a free one.
         token: access token for page and API, required unless the host is a loopback address;
             default: the environment variable PROXIMETRY_TOKEN.
     """
+    if source is not None and _holds_images(Path(source).expanduser()):
+        from proximetry.search import index
+
+        with progress_bar("indexing") as progress:
+            index(source, gallery, model, progress=progress, report=echo)
+        source = None
     from proximetry.web import serve as run
 
-    run(gallery, host, port, token, report=echo)
+    run(source or gallery, host, port, token, report=echo)
+
+
+def _holds_images(path: Path) -> bool:
+    """Return whether a path is neither a gallery nor an embedder."""
+    if not path.exists() or (path / MANIFEST).exists() or (path / LOCK).exists():
+        return False
+    from proximetry.models.storage import DESCRIPTION, find_embedder  # imports torch
+
+    return not (find_embedder(path) / DESCRIPTION).exists()

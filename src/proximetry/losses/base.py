@@ -74,27 +74,27 @@ class ProxyLoss(ConfigurableModule):
         one_of(*get_args(EngineName)),
         "how the loss is computed; the result is the same",
         default="auto",
-        kw_only=True,
+        last=True,
     )
     precision: Precision = setting(
         one_of(*get_args(Precision)),
         "precision of the products in the fused engine; auto follows torch's settings for matrix "
         "products and autocast",
         default="auto",
-        kw_only=True,
+        last=True,
     )
     sampled_negatives: float = setting(
         share,
         "share of the classes used in a training step: those of the batch and random others "
         "(Partial FC)",
         default=1.0,
-        kw_only=True,
+        last=True,
     )
     ignore_above: float | None = setting(
         optional(similarity),
         "ignore negatives whose similarity S is above this: they may be of the sample's class",
         default=None,
-        kw_only=True,
+        last=True,
     )
 
     use: ClassVar[str] = ""

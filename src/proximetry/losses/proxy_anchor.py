@@ -65,7 +65,7 @@ class MPA(_MultiProxyAnchor, name="mpa"):
         one_of(*get_args(NegativeClasses)),
         "classes of the negative term, C⁻: all, or those absent from the batch",
         default="all",
-        kw_only=True,
+        last=True,
     )
 
     def negative_weight(

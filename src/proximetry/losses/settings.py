@@ -95,7 +95,8 @@ class Setting:
     check: Check[Any]
     help: str
     default: Any = REQUIRED
-    kw_only: bool = False
+    last: bool = False
+    """Whether it is listed after the others."""
     alias: str | None = None
     """The public name, if it is a property and this attribute stores its value."""
     is_constant: bool = False
@@ -106,7 +107,7 @@ def setting(check: Check[Any], help: str, default: Any = REQUIRED, **options: An
     """Declare an argument in the body of a loss, in the order of the constructor.
 
     It becomes an attribute that is validated on assignment or, if annotated as ``InitVar[…]``, an
-    argument of `ConfigurableModule.build`. Options: ``kw_only`` and ``alias`` of `Setting`.
+    argument of `ConfigurableModule.build`. Options: ``last`` and ``alias`` of `Setting`.
     """
     return Setting(check, help, default, **options)
 
@@ -185,11 +186,15 @@ class ConfigurableModule(FullPrecision):
             cls._arguments[name] = replace(value, is_constant="InitVar[" in str(annotation))
             parameters[name] = Parameter(
                 name,
-                Parameter.KEYWORD_ONLY if value.kw_only else Parameter.POSITIONAL_OR_KEYWORD,
+                # num_classes and dim are required, and may be positional.
+                Parameter.POSITIONAL_OR_KEYWORD
+                if value.default is REQUIRED
+                else Parameter.KEYWORD_ONLY,
                 default=value.default,
                 annotation=annotation.type if isinstance(annotation, InitVar) else annotation,
             )
-        cls.__signature__ = Signature(sorted(parameters.values(), key=lambda p: p.kind))
+        order = sorted(parameters.values(), key=lambda p: (p.kind, cls._arguments[p.name].last))
+        cls.__signature__ = Signature(order)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -206,7 +211,9 @@ class ConfigurableModule(FullPrecision):
         self._built_with = arguments
         self.build(arguments)
         for name, value in arguments.items():
-            if not self._arguments[name].is_constant:
+            if self._arguments[name].is_constant:
+                self.__dict__[name] = value
+            else:
                 setattr(self, name, value)
 
     def build(self, arguments: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ class _Softmax(ProxyLoss):
         fraction,
         "label smoothing ε: the share of the target spread evenly over all classes",
         default=0.0,
-        kw_only=True,
+        last=True,
     )
 
 
@@ -67,7 +67,7 @@ class ProxyNCAPlusPlus(_Softmax, name="proxy_nca_plus_plus"):
         alias="temperature",
     )
     learn_temperature: InitVar[bool] = setting(
-        boolean, "learn T as the parameter `log_temperature`", default=False, kw_only=True
+        boolean, "learn T as the parameter `log_temperature`", default=False, last=True
     )
 
     def build(self, arguments: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ class NormSoftmax(_Softmax, name="norm_softmax"):
     default_init = "small_normal"
     scale: float = setting(positive, "scale λ, the inverse temperature", default=20.0)
     proxies_per_class: InitVar[int] = setting(
-        count, "proxies per class K; the nearest counts (sub-centers)", default=1, kw_only=True
+        count, "proxies per class K; the nearest counts (sub-centers)", default=1, last=True
     )
 
     def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
@@ -189,14 +189,14 @@ class SphereFace(_Softmax, name="sphereface"):
     form = LossForm("max", by="sample", join="softmax")
     default_init = "sphere"
     margin: int = setting(count, "margin m, an integer", default=4)
-    lambda_base: float = setting(positive, "λ before the first step", default=1000.0, kw_only=True)
-    lambda_rate: float = setting(non_negative, "decay rate of λ", default=0.12, kw_only=True)
+    lambda_base: float = setting(positive, "λ before the first step", default=1000.0, last=True)
+    lambda_rate: float = setting(non_negative, "decay rate of λ", default=0.12, last=True)
     lambda_power: float = setting(
-        non_negative, "exponent of the decay of λ", default=1.0, kw_only=True
+        non_negative, "exponent of the decay of λ", default=1.0, last=True
     )
-    lambda_min: float = setting(non_negative, "lower bound of λ", default=5.0, kw_only=True)
+    lambda_min: float = setting(non_negative, "lower bound of λ", default=5.0, last=True)
     proxies_per_class: InitVar[int] = setting(
-        count, "proxies per class K; the nearest counts (sub-centers)", default=1, kw_only=True
+        count, "proxies per class K; the nearest counts (sub-centers)", default=1, last=True
     )
 
     def build(self, arguments: dict[str, Any]) -> None:

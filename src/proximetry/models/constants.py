@@ -27,6 +27,10 @@ POOLINGS: tuple[str, ...] = (
     "cls-avg",
 )
 
+HUB = "hub:"
+"""Prefix of the name of a repository on the Hugging Face Hub, where a path is also accepted."""
+ONNX = "onnx"
+"""Name of the backbone of an embedder that is an ONNX file."""
 CUSTOM = "custom:"
 """Prefix of the names of custom datasets, networks and losses."""
 VECTOR_BACKBONES: tuple[str, ...] = ("vectors", "vectors_mlp")

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from numbers import Integral
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from proximetry import __version__
 from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_value, join_first, shorten
-from proximetry._util.machine import preserve_rng_state
+from proximetry._util.machine import preserve_rng_state, resolve_device
 from proximetry._util.tensors import binary_codes, l2_normalize
 from proximetry._util.types import is_integer
 from proximetry.models.architecture import Architecture
@@ -29,16 +29,17 @@ from proximetry.models.backbones import (
     Features,
     ResidualMLP,
     build,
+    check_name,
     check_patches,
     class_and_patches,
     evaluation_mode,
     load_timm,
     prepare,
 )
-from proximetry.models.constants import CUSTOM, VECTOR_BACKBONES, Similarity
+from proximetry.models.constants import CUSTOM, HUB, ONNX, VECTOR_BACKBONES, Similarity
 from proximetry.models.encoding import embed_images
 from proximetry.models.pooling import POOLING_LAYERS
-from proximetry.models.preprocessing import ImageSource, Input, Preprocessing, Tensors
+from proximetry.models.preprocessing import ImageSources, Input, Preprocessing, Tensors
 from proximetry.models.storage import EXTRAS, find_embedder, read_embedder, write_embedder
 from proximetry.models.weights import RANDOM, WeightsRecord, load_weights
 
@@ -80,7 +81,7 @@ class Embedder(nn.Module):
         self.takes_images = isinstance(preprocessing, Preprocessing)
         if (architecture.flip_tta or architecture.tta_crops) and not self.takes_images:
             raise ValueError(f"test-time augmentation is for images, got {preprocessing}")
-        if architecture.backbone.startswith(CUSTOM):
+        if architecture.backbone == ONNX or architecture.backbone.startswith(CUSTOM):
             features = Features(_probe_custom(model, preprocessing), "token")
         elif isinstance(preprocessing, Tensors):
             features = Features(preprocessing.shape[0], "token")
@@ -242,6 +243,11 @@ class Embedder(nn.Module):
         return embedder
 
     @property
+    def device(self) -> torch.device:
+        """The device of the network; the CPU if it has no parameters."""
+        return next((value.device for value in self.parameters()), torch.device("cpu"))
+
+    @property
     def is_custom(self) -> bool:
         """Whether the network is a custom module, whose code is not saved (see `wrap`)."""
         return self.architecture.backbone.startswith(CUSTOM)
@@ -305,22 +311,25 @@ class Embedder(nn.Module):
 
     def encode(
         self,
-        images: Iterable[ImageSource],
+        images: ImageSources,
         batch_size: int = 64,
         *,
+        truncate_dim: int | None = None,
         concat_flip: bool = False,
         binary: bool = False,
         progress: Callable[[int], None] | None = None,
         on_error: Callable[[int, Exception], None] | None = None,
     ) -> Tensor:
-        """Embed images: paths, PIL images, uint8 arrays or tensors [H, W, 3] or [H, W], mixed.
+        """Embed one image or many: paths, PIL images, uint8 arrays or tensors [H, W, 3] or [H, W].
 
         Each is oriented upright, converted to RGB, resized and cropped by `preprocessing`. An
-        embedder of vectors or other tensors takes an array [N, *shape] or a list of them.
+        embedder of vectors or other tensors takes an array [*shape] or [N, *shape], or a list.
 
         Args:
-            images: any number of images.
+            images: one image, or any number of them.
             batch_size: images per forward pass.
+            truncate_dim: return the first dimensions only, of unit length if the vectors are
+                normalized.
             concat_flip: append the vector of the horizontal flip: [N, 2 · dim] (common in face
                 verification, e.g. Zhao et al. 2019).
             binary: return binary codes instead of vectors, as `metrics.binary_codes`, for
@@ -330,32 +339,31 @@ class Embedder(nn.Module):
                 image is skipped. None raises a ValueError.
 
         Returns:
-            Tensor [N, dim], float32, finite, on the CPU; packed codes [N, ⌈dim / 8⌉], uint8, if
-            `binary`.
+            Tensor [dim] for one image and [N, dim] for several, float32, finite, on the CPU;
+            packed codes of ⌈dim / 8⌉ bytes, uint8, if `binary`.
 
         Raises:
             ValueError: for an unreadable image without `on_error`, and for embeddings with NaN or
                 infinite values.
         """
-        if self.takes_images:
-            is_single = isinstance(images, str | bytes | os.PathLike | Image.Image)
-            if isinstance(images, np.ndarray | Tensor):
-                is_single = images.ndim < 3 or (images.ndim == 3 and images.shape[-1] == 3)
-            if is_single:
-                kind = type(images).__name__
-                raise ValueError(f"images must be a list, got one {kind}. Pass [image].")
-        elif concat_flip:
+        if concat_flip and not self.takes_images:
             raise ValueError(f"concat_flip is for images; this embedder takes {self.preprocessing}")
         if concat_flip and self.architecture.flip_tta:
             raise ValueError("concat_flip has no effect with flip_tta. Use one of them.")
         if not is_integer(batch_size):
             raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
-        results = [torch.empty(0, self.dim * (2 if concat_flip else 1))]
+        width = self.dim * (2 if concat_flip else 1)
+        if truncate_dim is not None and not (is_integer(truncate_dim) and truncate_dim <= width):
+            raise ValueError(
+                f"truncate_dim must be an integer from 1 to {width}, got {truncate_dim!r}"
+            )
+        is_single = self.is_single(images)
+        results = [torch.empty(0, width)]
         for _, vectors in embed_images(
             self.embed,
-            images,
+            [images] if is_single else images,  # type: ignore[arg-type, list-item]
             self.preprocessing,
-            device=next((p.device for p in self.parameters()), torch.device("cpu")),
+            device=self.device,
             batch_size=batch_size,
             concat_flip=concat_flip,
             on_error=on_error,
@@ -363,7 +371,50 @@ class Embedder(nn.Module):
             progress=progress,
         ):
             results.append(vectors)
-        return binary_codes(torch.cat(results)) if binary else torch.cat(results)
+        all_vectors = torch.cat(results)[:, :truncate_dim]
+        if truncate_dim is not None and self.architecture.normalize:
+            all_vectors = l2_normalize(all_vectors)[0]
+        if binary:
+            all_vectors = binary_codes(all_vectors)
+        return all_vectors[0] if is_single else all_vectors
+
+    def is_single(self, images: Any) -> bool:
+        """Return whether the input of `encode` is one image (or tensor), not several."""
+        is_array = isinstance(images, np.ndarray | Tensor)
+        if not self.takes_images:
+            shape: object = getattr(self.preprocessing, "shape", ())
+            return is_array and tuple(images.shape) == shape
+        if is_array:
+            return bool(images.ndim < 3 or (images.ndim == 3 and images.shape[-1] == 3))
+        return isinstance(images, str | bytes | os.PathLike | Image.Image)
+
+    def similarity(self, a: Any, b: Any) -> Tensor:
+        """Return the similarities of two sets: cosines, or negative Euclidean distances.
+
+        Args:
+            a: one image or several, as for `encode`, or vectors: float [dim] or [N, dim].
+            b: the same.
+
+        Returns:
+            Tensor [N, M], without the dimension of a single image or vector.
+
+        Examples:
+            >>> embedder = Embedder.create("vectors", None, weights="none", input_dim=2)
+            >>> embedder.similarity(torch.tensor([1.0, 0.0]), torch.eye(2)).tolist()
+            [1.0, 0.0]
+        """
+        left, right = (
+            torch.as_tensor(side).float()
+            if "float" in str(getattr(side, "dtype", ""))
+            else self.encode(side)
+            for side in (a, b)
+        )
+        rows, columns = (side.reshape(-1, side.shape[-1]) for side in (left, right))
+        if self.architecture.similarity == "euclidean":
+            similarities = -torch.cdist(rows, columns)
+        else:
+            similarities = l2_normalize(rows)[0] @ l2_normalize(columns)[0].T
+        return similarities.reshape(left.shape[:-1] + right.shape[:-1])
 
     def fingerprint(self) -> str:
         """Return a checksum of network, preprocessing and weights.
@@ -436,20 +487,45 @@ class Embedder(nn.Module):
         return Path(folder)
 
     @classmethod
-    @torch.inference_mode(False)
     def load(
         cls,
-        folder: str | PathLike[str],
-        device: str | torch.device = "cpu",
+        source: str | PathLike[str],
+        device: str | torch.device | None = None,
         *,
         module: nn.Module | None = None,
     ) -> Self:
-        """Load a saved embedder in evaluation mode. Downloads nothing and runs no stored code.
+        """Load an embedder in evaluation mode. Runs no code of the source.
 
-        ``folder`` may also be a run folder. A custom network (see `wrap`) is passed as
-        ``module`` and receives the saved weights.
+        Args:
+            source: the folder of a run or of a saved embedder; hub:owner/name[@revision] on the
+                Hugging Face Hub; an ONNX file (`from_onnx`); or the name of a backbone, whose
+                pretrained weights are used without a head (`create`).
+            device: such as "cpu" or "cuda:1"; None chooses CUDA, Apple's MPS or the CPU.
+            module: a custom network (`wrap`), which receives the saved weights.
         """
-        path = find_embedder(Path(folder))
+        device, path = resolve_device(device), Path(source)
+        name = path.as_posix()
+        if name.startswith(HUB):
+            repo_id, _, revision = name.removeprefix(HUB).partition("@")
+            return cls.from_hub(repo_id, revision or None, device)
+        if path.suffix.lower() == ".onnx" and not path.is_dir():
+            return cls.from_onnx(path, device)
+        if not path.exists():
+            if len(path.parts) > 1:
+                raise UsageError(
+                    f"no such embedder: {name}. Pass a run, an ONNX file or the name of a backbone."
+                )
+            try:
+                check_name(name)
+            except UsageError as error:
+                raise UsageError(f"no file or folder {name}, and {error}") from None
+            return cls.create(name, None).eval().to(device)
+        return cls._load_folder(find_embedder(path), device, module)
+
+    @classmethod
+    @torch.inference_mode(False)
+    def _load_folder(cls, path: Path, device: torch.device, module: nn.Module | None) -> Self:
+        """Load an embedder from its folder."""
         description, tensors = read_embedder(path)
         backbone = str(description["architecture"].get("backbone"))
         if backbone.startswith(CUSTOM) and module is None:
@@ -467,7 +543,11 @@ class Embedder(nn.Module):
             preprocessing = Tensors(**pixels) if is_tensor else Preprocessing.from_json(pixels)
             record = WeightsRecord(**description["weights"])
             with preserve_rng_state():
-                if module is None:
+                if backbone == ONNX:
+                    from proximetry.models.onnx_network import OnnxNetwork
+
+                    module = OnnxNetwork.from_state(tensors, pixels["crop"], device)
+                elif module is None:
                     _check_memory(architecture.backbone, preprocessing, tensors)
                 model = module or _build(architecture.backbone, preprocessing)
                 embedder = cls(model, architecture, preprocessing, record)
@@ -507,8 +587,42 @@ class Embedder(nn.Module):
         return push(self, repo_id, license, private)
 
     @classmethod
+    @torch.inference_mode(False)
+    def from_onnx(
+        cls,
+        path: str | PathLike[str],
+        device: str | torch.device | None = None,
+        *,
+        description: str | None = None,
+    ) -> Self:
+        """Load an ONNX file that maps images [B, 3, H, W] to vectors [B, dim].
+
+        `save` stores the file itself, and onnxruntime runs it.
+
+        Args:
+            path: the file.
+            device: as in `load`.
+            description: the input of the file, as JSON or a JSON file. By default it is the JSON
+                file of the same name beside it, then the file's own metadata (`export_onnx`). All
+                keys are optional: ``size`` (one side, or [height, width]; 112 unless the file has
+                another), ``channels`` ("RGB" or "BGR"), ``range`` of the pixels before ``mean`` and
+                ``std`` ([0, 255]), ``mean`` and ``std`` (one number or three; by default the range
+                becomes −1…1), and ``output``, the name of the vectors among several outputs.
+        """
+        from proximetry.models.onnx_network import open_onnx
+
+        device = resolve_device(device)
+        network, preprocessing, settings = open_onnx(Path(path), description, device)
+        architecture = Architecture(ONNX, 0, "token", False, **settings)
+        record = WeightsRecord("file", Path(path).name, network.sha256, 0, [])
+        return cls(network, architecture, preprocessing, record).eval()
+
+    @classmethod
     def from_hub(
-        cls, repo_id: str, revision: str | None = None, device: str | torch.device = "cpu"
+        cls,
+        repo_id: str,
+        revision: str | None = None,
+        device: str | torch.device | None = None,
     ) -> Self:
         """Load an embedder from the Hugging Face Hub, or from the hub's local cache.
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationDelete,
@@ -37,8 +36,6 @@ from proximetry.models.storage import (
     read_description,
 )
 
-PREFIX = "hub:"
-"""Prefix of the name of a repository that is passed instead of a folder."""
 _MAX_WEIGHTS_BYTES = 16_000_000_000  # the largest networks of timm have 8 GB
 _NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 _LOGIN = "Log in with `hf auth login` or set HF_TOKEN."
@@ -54,15 +51,6 @@ _PROTOCOLS = {
     "optimistic.",
 }
 _SPLITS = {"held_out": "classes held out of training", "test": "test set"}
-
-
-def load_embedder(folder: Path, device: str | torch.device) -> Embedder:
-    """Load an embedder from its folder, a run folder or hub:owner/name[@revision]."""
-    name = folder.as_posix()
-    if not name.startswith(PREFIX):
-        return Embedder.load(folder, device)
-    repo_id, _, revision = name.removeprefix(PREFIX).partition("@")
-    return Embedder.from_hub(repo_id, revision or None, device)
 
 
 def push(embedder: Embedder, repo_id: str, license: str | None, private: bool) -> str:

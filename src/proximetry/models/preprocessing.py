@@ -1,7 +1,7 @@
 """Preprocessing of images to the normalized pixels of a backbone."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import floor, prod
 from typing import Any, Literal, Self, TypeAlias, get_args
@@ -26,6 +26,8 @@ _MAX_VALUE = 1e9  # of mean, std and scale, and their inverses
 _MAX_ENTRIES = 2**28  # of a tensor: 1 GB
 Channels = Literal["RGB", "BGR"]
 ImageSource: TypeAlias = "Source | Tensor"
+ImageSources: TypeAlias = "ImageSource | Iterable[ImageSource]"
+"""One image or several."""
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,17 @@ def _package_file(name: str) -> Path | None:
     return min(Path(folders[0], "models").glob("*.pth"), default=None) if folders else None
 
 
+def packaged_backbone() -> str:
+    """Return the smallest backbone whose weights are installed as a package."""
+    name = next(filter(_package_file, PACKAGES), None)
+    if name is None:
+        raise WeightsError(
+            "no model was passed, and no package with pretrained weights is installed: "
+            f"{install_hint('weights')}. Or pass a run, an ONNX file or the name of a backbone."
+        )
+    return name
+
+
 def _hub_file(name: str) -> tuple[Path, str]:
     """Return the weights file of a timm model, downloaded unless cached, and its origin."""
     config = load_timm().get_pretrained_cfg(name)

@@ -132,7 +132,7 @@ def reproduce(
         return folder
     if options.parallel < 1:
         raise ReproduceError(f"parallel must be at least 1, got {options.parallel}")
-    device = resolve_device(options.device)
+    device = resolve_device(options.device, float64=True)
     on_gpu = device.type == "cuda"
     runs = plan(loaded, options, on_gpu)
     for name in dict.fromkeys(run.recipe.model.backbone for run in runs):

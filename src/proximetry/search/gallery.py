@@ -48,6 +48,7 @@ from proximetry.search.new_images import (
     as_vectors,
     stamp_of,
 )
+from proximetry.search.prediction import Prediction
 from proximetry.search.search_result import SearchResult
 from proximetry.search.segment import check_segment, prepare_vectors
 from proximetry.search.snapshot import Snapshot, merge_small_segments
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     AnySnapshot: TypeAlias = Snapshot | Collection
 
 Where = metadata.Where
-Queries = Sequence[ImageSource] | Vectors
+Queries: TypeAlias = "ImageSource | Sequence[ImageSource] | Vectors"
 
 _MAX_RERANK_K = 1000  # re-ranking compares twice as many images
 
@@ -105,7 +106,7 @@ class Gallery:
 
         Args:
             embedder: computes the vectors, and is saved in the folder.
-            images: a catalog, or image files.
+            images: a catalog; image files; or a folder, table or tar file.
             path: the folder, or ``milvus://host:port/collection``, or ``milvus:file.db``.
             index: "Flat" searches exactly; "HNSW32", "IVF1024,PQ64" and other factory strings of
                 faiss approximately; "BFlat" by binary codes. "auto" is exact up to 100 000
@@ -271,9 +272,12 @@ class Gallery:
         assert isinstance(self._snapshot, Snapshot)
         return self._snapshot.count_labels()
 
-    def contains(self, paths: Iterable[str | os.PathLike[str]]) -> list[bool]:
+    def contains(
+        self, paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+    ) -> list[bool]:
         """Return for each file whether its image is in the gallery."""
-        table = metadata.from_images(list(paths))
+        files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        table = metadata.from_images(files)
         existing = self._snapshot.find_paths(table)
         return [path in existing for path in table["path"].to_pylist()]
 
@@ -430,8 +434,8 @@ class Gallery:
         """Return the k nearest images of every query.
 
         Args:
-            queries: images (paths, PIL images, uint8 arrays), or vectors of the gallery's
-                embedder as a float array or tensor [n, dim].
+            queries: one image or several (paths, PIL images, uint8 arrays), or vectors of the
+                gallery's embedder as a float array or tensor, [dim] or [n, dim].
             k: number of results per query.
             where: by column, a value or several values combined with OR:
                 ``{"label": "jay"}``, ``{"label": ["jay", "crow"], "split": "test"}``. All columns
@@ -453,7 +457,7 @@ class Gallery:
             raise UsageError(f"rerank supports k up to {_MAX_RERANK_K}, got k = {k}")
         snapshot = self._snapshot
         allowed = snapshot.select(where or {})
-        vectors = self._embed_queries(queries, batch_size, progress or ignore)
+        images, vectors = self._embed_queries(queries, batch_size, progress or ignore)
         expanded = vectors
         if expand:
             positions = snapshot.search(vectors, int(expand), allowed).positions
@@ -472,22 +476,45 @@ class Gallery:
             self.similarity,
             tuple(snapshot.columns),
             scores,
+            images,
             _positions=hits.positions,
             _take=snapshot.take,
         )
 
-    def _embed_queries(self, queries: Any, batch_size: int, progress: Progress) -> FloatArray:
-        if "float" in str(getattr(queries, "dtype", "")) and queries.ndim == 2:
+    def _embed_queries(
+        self, queries: Any, batch_size: int, progress: Progress
+    ) -> tuple[Sequence[Any], FloatArray]:
+        """Return the images of the queries, None for those that are vectors; and the vectors."""
+        if "float" in str(getattr(queries, "dtype", "")) and queries.ndim in (1, 2):
+            queries = queries.reshape(-1, queries.shape[-1])
+            images: Sequence[Any] = [None] * len(queries)
             vectors = as_vectors(queries, len(queries), self.dim)
         else:
+            images = [queries] if self.embedder.is_single(queries) else list(queries)
             try:
                 vectors = self.embedder.encode(
-                    queries, batch_size, progress=lambda done: progress(done, len(queries))
+                    images, batch_size, progress=lambda done: progress(done, len(images))
                 ).numpy()
             except ValueError as error:
                 cause = error.__cause__
                 raise UsageError(str(cause if isinstance(cause, ValueError) else error)) from error
-        return prepare_vectors(vectors, self._snapshot.manifest)
+        return images, prepare_vectors(vectors, self._snapshot.manifest)
+
+    def predict(
+        self, queries: Queries, k: int = 10, *, where: Where | None = None
+    ) -> list[Prediction]:
+        """Predict the class of every query by a vote of its k nearest images.
+
+        Images without a class do not vote; ties go to the class of the nearer image. Arguments are
+        as in `search`.
+        """
+        return self.search(queries, k, where=where).predictions
+
+    def serve(self, host: str = "127.0.0.1", port: int = 8000, token: str | None = None) -> None:
+        """Serve the search page of the gallery until Ctrl-C; see `proximetry.web.serve`."""
+        import proximetry  # a higher package, which only this method needs
+
+        proximetry.web.serve(self.name, host, port, token)
 
     def duplicates(
         self, threshold: float | None = None, *, progress: Progress | None = None

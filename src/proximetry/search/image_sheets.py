@@ -8,11 +8,12 @@ import re
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
 from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_path, atomic_write
@@ -27,7 +28,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # Pillow would break the line there, 
 
 
 class _Cell(NamedTuple):
-    path: str
+    image: Any  # a source of `open_image`; None has no thumbnail
     lines: tuple[str, ...]  # below the image
 
 
@@ -43,17 +44,17 @@ def contact_sheet(file: Path, queries: Sequence[str], result: SearchResult) -> N
         raise UsageError(f"a contact sheet must end in .html or .png, got {file}")
     if len(queries) != len(result):
         raise UsageError(f"{len(queries)} queries for {len(result)} results")
-    if len(queries) * (result.k + 1) > _MAX_CELLS:
-        raise UsageError(
-            f"contact sheet is too large: {len(queries)} × {result.k} images. "
-            f"Use fewer queries or a smaller k, at most {_MAX_CELLS} images."
-        )
-    rows = [_cells(query, result, number) for number, query in enumerate(queries)]
+    rows = _rows(queries, result)
     if file.suffix.lower() == ".html":
         atomic_write(file, _page(rows, "Search results", query=True))
         return
     with atomic_path(file) as part:
         _draw(rows).save(part, "PNG")
+
+
+def draw_sheet(result: SearchResult) -> Image.Image:
+    """Return the contact sheet of a search result."""
+    return _draw(_rows(result.queries, result))
 
 
 def group_sheet(file: Path, groups: Sequence[Sequence[str | None]]) -> int:
@@ -71,8 +72,19 @@ def group_sheet(file: Path, groups: Sequence[Sequence[str | None]]) -> int:
     return len(rows)
 
 
-def _cells(query: str, result: SearchResult, number: int) -> list[_Cell]:
-    cells = [_Cell(query, ("query", os.path.basename(query)))]
+def _rows(queries: Sequence[Any], result: SearchResult) -> list[list[_Cell]]:
+    """Return the cells of every query and its results."""
+    if len(queries) * (result.k + 1) > _MAX_CELLS:
+        raise UsageError(
+            f"contact sheet is too large: {len(queries)} × {result.k} images. "
+            f"Use fewer queries or a smaller k, at most {_MAX_CELLS} images."
+        )
+    return [_cells(query, result, number) for number, query in enumerate(queries)]
+
+
+def _cells(query: Any, result: SearchResult, number: int) -> list[_Cell]:
+    name = os.path.basename(os.fspath(query)) if isinstance(query, str | os.PathLike) else ""
+    cells = [_Cell(query, ("query", name))]
     for rank in range(result.k):
         if result.ids[number, rank] < 0:
             break
@@ -84,9 +96,11 @@ def _cells(query: str, result: SearchResult, number: int) -> list[_Cell]:
     return cells
 
 
-def _thumbnail(path: str) -> Image.Image | None:
+def _thumbnail(image: Any) -> Image.Image | None:
+    if isinstance(image, Tensor):
+        image = image.numpy(force=True)
     try:
-        return thumbnail(path, _THUMBNAIL)
+        return None if image is None else thumbnail(image, _THUMBNAIL)
     except ImageError:
         return None
 
@@ -98,8 +112,8 @@ def _page(rows: Sequence[Sequence[_Cell]], title: str, *, query: bool) -> bytes:
     return environment.from_string(source).render(values).encode("utf-8", "replace")
 
 
-def _data_uri(path: str) -> str:
-    image = _thumbnail(path)
+def _data_uri(source: Any) -> str:
+    image = _thumbnail(source)
     if image is None:
         return ""
     buffer = io.BytesIO()
@@ -122,10 +136,11 @@ def _draw(results: Sequence[Sequence[_Cell]]) -> Image.Image:
     for (row, column), cell in cells.items():
         # A second margin separates queries from results.
         left, top = _MARGIN + column * side + _MARGIN * (column > 0), _MARGIN + row * height
-        image = _thumbnail(cell.path)
+        image = _thumbnail(cell.image)
         if image is None:
             draw.rectangle((left, top, left + _THUMBNAIL, top + _THUMBNAIL), outline="#bbb")
-            draw.text((left + 40, top + _THUMBNAIL // 2), "not readable", "#777", font)
+            text = "a vector" if cell.image is None else "not readable"
+            draw.text((left + 40, top + _THUMBNAIL // 2), text, "#777", font)
         else:
             x, y = (_THUMBNAIL - image.width) // 2, (_THUMBNAIL - image.height) // 2
             sheet.paste(image, (left + x, top + y))

@@ -33,6 +33,8 @@ from proximetry.models.constants import Similarity
 
 FORMAT = "proximetry gallery"
 VERSION = 1
+GALLERY = "gallery"
+"""The folder of a gallery, unless another is named."""
 MANIFEST = "gallery.json"
 LOCK = "gallery.lock"
 LOCK_SECONDS = 60.0  # how long a writer waits for another one

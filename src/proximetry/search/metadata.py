@@ -17,8 +17,10 @@ import numpy.typing as npt
 from proximetry._util.errors import UsageError, suggest
 from proximetry._util.formatting import format_value, join_first
 from proximetry._util.imports import import_optional
-from proximetry.data import FIELDS, Catalog
+from proximetry._util.types import Progress
+from proximetry.data import FIELDS, Catalog, VectorCatalog
 from proximetry.data.folders import SEPARATOR, split_shard_path
+from proximetry.data.image_files import find_catalog, find_images
 from proximetry.search.manifest import DamagedGalleryError
 
 STAMP = ("_size", "_modified")  # hidden columns: size and mtime of each file when it was embedded
@@ -35,9 +37,17 @@ def arrow(module: str = "pyarrow") -> Any:
 
 
 def from_images(
-    images: Catalog | Iterable[str | os.PathLike[str]], labels: Sequence[str | None] | None = None
+    images: Catalog | str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    labels: Sequence[str | None] | None = None,
 ) -> Any:
-    """Return the table of a catalog, or of image files and their classes."""
+    """Return the table of a catalog, of image files and their classes, or of a source.
+
+    A source is anything that `from_sources` reads.
+    """
+    if isinstance(images, str | os.PathLike):
+        if labels is None and not split_shard_path(os.fspath(images))[1]:
+            return from_sources([images])[0]
+        images = [images]
     if isinstance(images, Catalog):
         if labels is not None:
             raise UsageError("labels are for lists of files; a catalog has labels")
@@ -45,8 +55,6 @@ def from_images(
         columns = {name: values for name, values in fields.items() if values is not None}
         columns |= images.columns
         columns["path"] = [images.file(row) for row in range(len(images))]
-    elif isinstance(images, str | os.PathLike):
-        raise UsageError(f"images must be a catalog or a list of files, got {images}")
     else:
         columns = {"path": [os.fspath(image) for image in images]}
         if labels is not None:
@@ -55,6 +63,39 @@ def from_images(
             if isinstance(labels, str) or len(columns["label"]) != count:
                 raise UsageError(f"labels must be a list of {count} classes, one for each file")
     return from_columns({**columns, "path": [absolute(path) for path in columns["path"]]})
+
+
+def from_sources(
+    sources: Iterable[str | os.PathLike[str]],
+    columns: Mapping[str, str] | None = None,
+    *,
+    allow_missing: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Any, list[str]]:
+    """Return the table of all images in files, folders, tables and tar files, and notes on them.
+
+    The classes are those of class folders and tables. Other arguments are as in `open_dataset`.
+    """
+    names = [os.fspath(source) for source in sources]
+    tables, notes = list[Any](), list[str]()
+    for name in names:
+        catalog = find_catalog(
+            Path(name).expanduser(), columns, allow_missing=allow_missing, progress=progress
+        )
+        if isinstance(catalog, VectorCatalog) and not catalog.has_paths:
+            raise UsageError(f"{name} has vectors without paths. Pass images instead.")
+        if catalog is not None:
+            tables.append(from_images(catalog))
+            notes += catalog.remarks()
+        elif (files := find_images([name]))[0]:
+            paths, labels = zip(*files[0], strict=True)
+            tables.append(from_columns({"path": [*map(absolute, paths)], "label": labels}))
+            notes += files[1]
+    if not tables:
+        raise UsageError(f"no images in {', '.join(names) or 'the arguments'}. Pass some.")
+    table = concat(tables)
+    first = {path: row for row, path in reversed([*enumerate(table["path"].to_pylist())])}
+    return table.take(arrow().array(sorted(first.values()))), notes
 
 
 def absolute(path: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +44,8 @@ from proximetry.search.manifest import (
 )
 from proximetry.search.segment import BLOCK, prepare_vectors, write_segment
 
-Images = Catalog | Sequence[str | os.PathLike[str]] | Any
-"""A catalog, image files, or a table of `metadata.from_columns`."""
+Images: TypeAlias = "Catalog | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Any"
+"""A catalog, image files, a folder, table or tar file, or a table of `metadata.from_columns`."""
 Labels = Sequence[str | None] | None
 Vectors = Tensor | npt.NDArray[Any]
 BadImages = Literal["error", "skip"]

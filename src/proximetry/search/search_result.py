@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from proximetry._util.types import IntArray
 from proximetry.models.constants import Similarity
+from proximetry.models.preprocessing import ImageSource
+from proximetry.search.prediction import Prediction, vote
 
 REMOVED = "(removed meanwhile)"  # instead of the path of an image on Milvus
 
@@ -28,6 +31,7 @@ class SearchResult:
         columns: the names of the metadata columns; see `column`.
         scores: with query expansion or re-ranking, the values that images are ordered by: the
             similarities to the expanded query, or the negative k-reciprocal distances.
+        queries: the images of the queries; None for those that are vectors.
     """
 
     ids: IntArray
@@ -35,6 +39,7 @@ class SearchResult:
     similarity: Similarity
     columns: tuple[str, ...]
     scores: npt.NDArray[np.float32] | None
+    queries: Sequence[ImageSource | None]
     _positions: IntArray
     _take: Callable[[IntArray, Iterable[str]], dict[str, list[Any]]]
 
@@ -63,5 +68,16 @@ class SearchResult:
         """The class of each image, or None."""
         return self.column("label")
 
+    @property
+    def predictions(self) -> list[Prediction]:
+        """The class of every query by a vote of its results."""
+        return [vote(labels) for labels in self.labels]
+
+    def show(self) -> Image.Image:
+        """Return a contact sheet of queries and results, which notebooks display."""
+        from proximetry.search.image_sheets import draw_sheet
+
+        return draw_sheet(self)
+
     def __repr__(self) -> str:
-        return f"SearchResult({len(self)} queries, k={self.k}, similarity={self.similarity!r})"
+        return f"SearchResult(queries={len(self)}, k={self.k}, similarity={self.similarity!r})"

@@ -93,10 +93,10 @@ class World:
         return values
 
 
-def join_processes(device: str | None = None) -> World:
-    """Join the processes that torchrun started, if it did."""
+def join_processes(device: str | None = None, *, float64: bool = True) -> World:
+    """Join the processes that torchrun started, if it did; arguments as in `resolve_device`."""
     single = "RANK" not in os.environ or "WORLD_SIZE" not in os.environ
-    local_device = resolve_device(device)
+    local_device = resolve_device(device, float64=float64 or not single)
     if local_device.type == "cuda" and local_device.index is None:
         local_device = torch.device("cuda", 0 if single else int(os.environ.get("LOCAL_RANK", "0")))
     if single:

@@ -26,6 +26,7 @@ from proximetry._util.machine import cores
 from proximetry.data import ImageError
 from proximetry.search.duplicates import ROUNDING
 from proximetry.search.metadata import parse_conditions
+from proximetry.search.prediction import vote
 from proximetry.web.gallery_map import MAX_POINTS, MapError, MapMaker
 from proximetry.web.live_gallery import SIZES, LiveGallery, to_json_value
 from proximetry.web.middleware import MAX_BYTES, error_response
@@ -69,12 +70,21 @@ class Match(Item):
     similarity: float = Field(description="The cosine, or the negative Euclidean distance.")
 
 
+class PredictedClass(BaseModel):
+    """The class that most results have; ties go to the nearer image."""
+
+    label: Scalar = Field(description="None if no result has a class.")
+    votes: int = Field(description="Number of results of this class.")
+    neighbors: int = Field(description="Number of results that have a class.")
+
+
 class Matches(BaseModel):
     """The nearest images, nearest first."""
 
     similarity: Literal["cosine", "euclidean"]
     images: int = Field(description="Number of images in the gallery.")
     query: Item | None = Field(description="The image of the gallery that is the query.")
+    prediction: PredictedClass
     results: list[Match]
 
 
@@ -328,7 +338,10 @@ def _add_search(app: FastAPI, service: Service) -> None:
             cosine = answer.similarity == "cosine"
             minimum = query.threshold - ROUNDING if cosine else -query.threshold
             results = [match for match in results if match["similarity"] >= minimum]
-        return Matches.model_validate({**answer._asdict(), "results": results})
+        prediction = vote(match["label"] for match in results)._asdict()
+        return Matches.model_validate(
+            {**answer._asdict(), "prediction": prediction, "results": results}
+        )
 
 
 def _parse_form(form: FormData) -> tuple[SearchForm, Conditions]:

@@ -78,9 +78,7 @@ class Searcher:
         """Load the embedder and embed once, so that the first query is fast."""
         embedder = self._gallery.current().embedder
         height, width = embedder.preprocessing.crop
-        embedder.embed(
-            torch.zeros(1, 3, height, width, dtype=torch.uint8, device=_device(embedder))
-        )
+        embedder.embed(torch.zeros(1, 3, height, width, dtype=torch.uint8, device=embedder.device))
 
     async def search_image(self, read: Callable[[], bytes], k: int, where: Conditions) -> Answer:
         """Search for the images nearest to an upload; raises ImageError and HTTPException."""
@@ -140,7 +138,7 @@ class Searcher:
                 job.future.set_exception(HTTPException(503, message, {"Retry-After": "1"}))
         if images:
             pixels = torch.stack([*images.values()])
-            embedded = gallery.embedder.embed(pixels.to(_device(gallery.embedder))).cpu()
+            embedded = gallery.embedder.embed(pixels.to(gallery.embedder.device)).cpu()
             vectors |= dict(zip(images, embedded, strict=True))
         search_started = time.perf_counter()
         groups: dict[tuple[int, Conditions], list[int]] = defaultdict(list)
@@ -183,7 +181,3 @@ class Searcher:
             for position, (rank, match) in enumerate(zip(ranks, matches, strict=True)):
                 match |= {"rank": position + 1, "similarity": round(similarities[rank], 6)}
             yield matches
-
-
-def _device(embedder: Embedder) -> torch.device:
-    return next(embedder.parameters()).device

@@ -99,7 +99,8 @@ def _as_matrix(values: Embeddings | None, name: str, allow_empty: bool) -> Tenso
         native = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
         matrix = torch.from_numpy(native if native.flags.writeable else native.copy())
     elif isinstance(values, Tensor):
-        matrix = values.detach()
+        # MPS lacks float64, in which the metrics are summed.
+        matrix = values.detach().cpu() if values.device.type == "mps" else values.detach()
     else:
         raise ValueError(
             f"{name} must be a torch tensor or a NumPy array, got {type(values).__name__}"

@@ -7,7 +7,7 @@ const $ = (id) => document.getElementById(id);
 const VIEWS = ["search", "map", "about"];
 
 let gallery = null;
-let current = null; // {query, results, similarity, milliseconds} of the grid
+let current = null; // {query, prediction, results, similarity, milliseconds} of the grid
 let controller = null; // aborts the current search
 const uploads = []; // by their number in the URL
 
@@ -124,7 +124,9 @@ function applyThreshold() {
     $("grid").append(make("li", { className: "empty" }, reason));
   }
   const summary = visible === total ? pluralize(total, "image", "images") : `${formatCount(visible)} of ${pluralize(total, "image", "images")}`;
-  $("results-about").textContent = `${summary} \u00b7 ${Math.round(current.milliseconds)} ms`;
+  const { label, votes, neighbors } = current.prediction;
+  const vote = label === null ? "" : ` \u00b7 most are ${label} (${votes} of ${neighbors})`;
+  $("results-about").textContent = `${summary}${vote} \u00b7 ${Math.round(current.milliseconds)} ms`;
   announce(`${summary}${visible ? `, the nearest ${cosine() ? "with similarity" : "at distance"} ${score(current.results[0].similarity)}` : ""}.`);
 }
 

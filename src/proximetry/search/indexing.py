@@ -1,0 +1,129 @@
+"""`index`: build a gallery of images, or add new images to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from proximetry._util.errors import UsageError
+from proximetry._util.formatting import format_int
+from proximetry._util.types import Progress
+from proximetry.data import Catalog
+from proximetry.models import Embedder
+from proximetry.models.weights import packaged_backbone
+from proximetry.search import metadata
+from proximetry.search.gallery import Gallery
+from proximetry.search.manifest import EMBEDDER, GALLERY, MANIFEST, Report, is_milvus
+from proximetry.search.new_images import BadImages
+
+Model: TypeAlias = Embedder | str | os.PathLike[str] | None
+"""An embedder, a source of `Embedder.load`, or None."""
+
+
+def index(
+    images: Catalog | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str] | None = None,
+    model: Model = None,
+    *,
+    index: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    bad_images: BadImages = "error",
+    batch_size: int = 64,
+    device: str | None = None,
+    progress: Progress | None = None,
+    report: Report = print,
+) -> Gallery:
+    """Build a gallery of images, or add the new images to a gallery.
+
+    Args:
+        images: a folder, image file, CSV or Parquet table or tar file, several of these, or a
+            catalog.
+        out: folder or Milvus address of the gallery; by default the folder "gallery".
+        model: an embedder, or any source of `Embedder.load`. By default the one in the gallery;
+            for a new gallery a pretrained network from an installed package.
+        index: as in `Gallery.build`; None is "auto", or the index of the gallery.
+        columns: names of a table's columns, if they are not path, label and so on.
+        bad_images: "error" stops at unreadable images, "skip" lists them in `Gallery.skipped`.
+        batch_size: images per forward pass.
+        device: such as "cpu" or "cuda:1"; None chooses the best one.
+        progress: called with (done, total) while images are embedded and indexed.
+        report: called with messages, such as the network and the index.
+    """
+    if isinstance(images, Catalog):
+        table = metadata.from_images(images)
+    else:
+        sources = [images] if isinstance(images, str | os.PathLike) else images
+        table, notes = metadata.from_sources(
+            sources, columns, allow_missing=bad_images == "skip", progress=progress
+        )
+        for note in notes:
+            report(note)
+    options: dict[str, Any] = {"bad_images": bad_images, "batch_size": batch_size}
+    options |= {"progress": progress, "report": report}
+    return index_table(table, GALLERY if out is None else out, model, index, device, **options)[0]
+
+
+def index_table(
+    table: Any,
+    out: str | os.PathLike[str],
+    model: Model,
+    index: str | None,
+    device: str | None,
+    *,
+    report: Report,
+    **options: Any,
+) -> tuple[Gallery, int]:
+    """Build a gallery of a table of images, or add the new ones; return it and their number."""
+    if not is_gallery(out):
+        embedder = load_model(model, out, device, report)
+        gallery = Gallery.build(embedder, table, out, index or "auto", report=report, **options)
+        return gallery, len(gallery)
+    load = model is not None or (device is not None and not is_milvus(out))
+    gallery = Gallery.open(out, load_model(model, out, device, report) if load else None)
+    if index not in (None, gallery.index) and (index, gallery.index) != ("auto", "BFlat"):
+        raise UsageError(
+            f"the gallery {out} was built with --index {gallery.index}. Remove it, or choose "
+            "another one with --gallery."
+        )
+    is_indexed = gallery.contains(metadata.values(table["path"]))
+    if any(is_indexed):
+        report(f"{format_int(sum(is_indexed))} images are already in {out}")
+    if all(is_indexed):
+        return gallery, 0
+    rows = [row for row, done in enumerate(is_indexed) if not done]
+    added = len(gallery.add(table.take(metadata.arrow().array(rows)), report=report, **options))
+    if gallery.needs_compaction:
+        gallery.compact(progress=options["progress"], report=report)
+    return gallery, added
+
+
+def is_gallery(path: str | os.PathLike[str]) -> bool:
+    """Return whether there is a gallery in a folder or at an address on Milvus."""
+    if is_milvus(path):
+        from proximetry.search import milvus
+
+        return milvus.find(path) is not None
+    return (Path(path) / MANIFEST).exists()
+
+
+def load_model(
+    model: Model, out: str | os.PathLike[str], device: str | None, report: Report
+) -> Embedder:
+    """Return the embedder for a gallery: `model`, else the one in it, else a pretrained one."""
+    if model is None:
+        stored = Path(out) / EMBEDDER
+        model = stored if is_gallery(out) and stored.exists() else packaged_backbone()
+    embedder = model if isinstance(model, Embedder) else Embedder.load(model, device)
+    if not embedder.takes_images:
+        name = "the embedder" if isinstance(model, Embedder) else model
+        raise UsageError(
+            f"{name} takes {embedder.preprocessing}, not images. Pass an embedder of images."
+        )
+    if embedder.recipe is None and embedder.weights.source in ("package", "hub"):
+        report(
+            f"model: {embedder.architecture.backbone} with pretrained weights, "
+            f"{embedder.weights.origin} ({embedder.dim} dimensions)"
+        )
+    return embedder
