@@ -223,7 +223,10 @@ def _limits(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":  # Triton's interpreter
         return 4, 2**18
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+    shared = getattr(
+        properties, "shared_memory_per_block_optin", properties.shared_memory_per_block
+    )
+    return properties.multi_processor_count, shared
 
 
 def divide_evenly(n: int, limit: int) -> int:
