@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -85,7 +86,8 @@ def launches():
     recorders = {name: Recorder(name, kernel, recorded) for name, kernel in kernels.items()}
     # Kernels are recorded, not run: their outputs must be valid labels.
     valid = mock.patch.object(torch, "empty_like", torch.zeros_like)
-    with mock.patch.multiple(fused_kernels, **recorders), valid:
+    on_cpu = mock.patch.object(fused_kernels, "INTERPRETED", tl.constexpr(True))
+    with mock.patch.multiple(fused_kernels, **recorders), valid, on_cpu:
         for loss, k, precision in (
             ("proxy_anchor", 1, "bf16"),
             ("proxy_anchor", 1, "float32"),

@@ -311,6 +311,70 @@ def test_sampled_negatives_equal_dense(name):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("ignore_above", [None, 0.5])
+@pytest.mark.parametrize("name", ["arcface", "proxy_anchor", "mpa"])
+def test_nan_in_a_proxy_makes_the_loss_nan(name, ignore_above):
+    x, y = batch(6, 20, 8)
+    loss = make(name, 20, 8, 2, "fused", ignore_above=ignore_above)
+    with torch.no_grad():
+        loss.proxies.weight[3, 0, 0] = torch.nan
+    assert loss(x, y).isnan()
+
+
+def test_integer_class_weights_and_learned_scales_equal_dense():
+    class Learned(losses.ProxyAnchor):
+        def build(self, arguments):
+            super().build(arguments)
+            self.rate = torch.nn.Parameter(torch.tensor(4.0))
+
+        def negative_logit(self, length):
+            return self.rate.expand(len(length)), 0.3
+
+        def negative_weight(self, classes, present):
+            return 2
+
+    x, y = batch(7, 20, 8)
+    results = []
+    for engine in ("dense", "fused"):
+        torch.manual_seed(0)
+        loss = Learned(20, 8, engine=engine).to(DEVICE)
+        results.append(value_and_gradients(loss, x, y))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_precision_of_the_newer_setting_of_torch(monkeypatch):
+    def fail():
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", fail)
+    assert fused_module.torch_precision() in ("high", "highest")
+
+
+def test_infinite_weights_of_ignored_samples():
+    x, y = batch(6, 9, 8)
+    y[2] = base.IGNORED
+    weights = torch.ones(6, device=DEVICE)
+    weights[2] = torch.inf
+    loss = make("arcface", 9, 8, 1, "fused")
+    loss.check_labels = False
+    assert loss(x, y, weights).isfinite()
+
+
+def test_updates_of_proxies_that_are_not_contiguous():
+    x, y = batch(9, 30, 16)
+    results = []
+    for is_contiguous in (True, False):
+        loss = make("arcface", 30, 16, 1, "fused").train()
+        if not is_contiguous:
+            weight = loss.proxies.weight.data
+            loss.proxies.weight.data = weight.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+        loss.proxy_optimizer = losses.ProxySGD(loss.proxies, 0.1)
+        value_and_gradients(loss, x, y)
+        results.append(loss.proxies.weight.detach())
+    torch.testing.assert_close(*results)
+
+
 @needs_gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_fused_losses_do_not_synchronize(name):

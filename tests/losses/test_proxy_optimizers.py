@@ -93,6 +93,14 @@ def test_evaluation_mode_does_not_update():
     assert not torch.equal(loss.proxies.weight, before)
 
 
+def test_optimizer_of_other_proxies_raises():
+    loss = make("proxy_anchor").double()
+    loss.proxy_optimizer = ProxySGD(loss.proxies, 0.1).double()
+    loss.proxies.grow(2, optimizer=None)
+    with pytest.raises(ValueError, match="the proxies have changed"):
+        loss(*batch())
+
+
 def test_second_backward_raises():
     loss = make("proxy_anchor").double()
     loss.proxy_optimizer = ProxySGD(loss.proxies, 0.1).double()
@@ -101,6 +109,14 @@ def test_second_backward_raises():
     value.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         value.backward()
+
+
+def test_fused_engine_without_a_gpu_raises():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match="needs CUDA"):
+        make("proxy_anchor", engine="fused")(*batch(dtype=torch.float32))
 
 
 def test_dense_engine_raises():

@@ -184,6 +184,7 @@ class ProxyLoss(ConfigurableModule):
             scale, offset = self.negative_logit(batch.length)
             update, optimizer = None, self.proxy_optimizer if self.training else None
             if optimizer is not None:
+                optimizer.check(self.proxies)
                 update = optimizer.fused_update if name == "fused" else optimizer.update
             problem = Problem(
                 batch.x, proxies, batch.labels, self.form, self.gamma, scale, offset,

@@ -16,13 +16,17 @@ import torch
 from torch import Tensor, is_tensor
 
 from proximetry.losses import fused_kernels as kernels
+from proximetry.losses.dense import distance_terms
 from proximetry.losses.form import MAX_FUSED_K, Parts, Problem
-from proximetry.losses.streamed import SAFE_EXPONENT, dense_gradients
+from proximetry.losses.streamed import dense_gradients, streamed
 
 #: Memory of a chunk: its normalized proxies, and the gradients of its cosines.
 CHUNK_BYTES = 48 * 2**20
 #: bf16 numbers for each float32 number, by precision or torch's setting for products.
 PARTS = {"bf16": 1, "tf32": 2, "float32": 3} | {"medium": 1, "high": 2, "highest": 3}
+#: Below this |logit| the maximum is not subtracted: the parts of proxies times a derivative, about
+#: e^−|logit|, must not underflow.
+_SAFE_EXPONENT = 40.0
 #: Padded dimensions are a multiple of this.
 _DIMS = 64
 
@@ -69,7 +73,7 @@ TILES = {
 def grouped_tile(kp: int, parts: int) -> Tile:
     """Return the tile of `entries` and `log_sums` for several proxies per class.
 
-    With 4 warps and 64 classes, a thread has all proxies of a class.
+    With 4 warps and 64 classes, up to four proxies per class, a thread has all proxies of a class.
     """
     return Tile(64 * min(kp, 4), 64 if kp == 2 else 32, 64 if parts == 1 else 32, 4)
 
@@ -83,6 +87,9 @@ def fused(problem: Problem) -> Parts:
     if problem.proxies.shape[1] > MAX_FUSED_K:
         k = problem.proxies.shape[1]
         raise ValueError(f"the fused engine needs at most {MAX_FUSED_K} proxies per class, got {k}")
+    scale = problem.scale
+    if problem.form.by == "class" and is_tensor(scale) and scale.requires_grad:
+        return streamed(problem)  # the kernels do not compute the gradient of these scales
     if not torch.is_grad_enabled():  # `needs_input_grad` ignores no_grad: detach
         inputs = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
     function = _ByClass if problem.form.by == "class" else _BySample
@@ -118,15 +125,49 @@ def _names(kernel: Any) -> frozenset[str]:
     return frozenset((*kernel.arg_names, "num_warps", "num_stages"))
 
 
+def is_aligned(value: Tensor) -> bool:
+    """Return whether an array is contiguous and starts at a multiple of 16 bytes."""
+    return value.is_contiguous() and value.data_ptr() % 16 == 0
+
+
 def aligned(value: Tensor) -> Tensor:
     """Return a contiguous array that starts at a multiple of 16 bytes."""
-    value = value.contiguous()
-    return value if value.data_ptr() % 16 == 0 else value.clone()
+    return value if is_aligned(value) else value.clone(memory_format=torch.contiguous_format)
+
+
+def torch_precision() -> str:
+    """Return torch's setting for float32 products on CUDA."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by torch.backends, which this function cannot read
+        return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
 
 
 def power_of_2(n: int, low: int = 1, high: int = 2**30) -> int:
     """Return the next power of two, within bounds."""
     return max(low, min(high, 1 << (n - 1).bit_length()))
+
+
+@cache
+def _limits(device: torch.device) -> tuple[int, int]:
+    """Return the number of multiprocessors, and the shared memory of a block in bytes."""
+    if device.type != "cuda":  # Triton's interpreter
+        return 4, 2**18
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(
+        properties, "shared_memory_per_block_optin", properties.shared_memory_per_block
+    )
+    return properties.multi_processor_count, shared
+
+
+def divide_evenly(n: int, limit: int) -> int:
+    """Return the size of equal parts of n things, at most ``limit`` in each."""
+    return -(-n // -(-n // limit))
+
+
+def largest_divisor(n: int, limit: int) -> int:
+    """Return the largest power of two up to a limit that divides n."""
+    return min(limit, n & -n)
 
 
 class _Plan:
@@ -217,23 +258,6 @@ class _Plan:
 _plan = lru_cache(maxsize=256)(_Plan)
 
 
-@cache
-def _limits(device: torch.device) -> tuple[int, int]:
-    """Return the number of multiprocessors, and the shared memory of a block in bytes."""
-    if device.type != "cuda":  # Triton's interpreter
-        return 4, 2**18
-    properties = torch.cuda.get_device_properties(device)
-    shared = getattr(
-        properties, "shared_memory_per_block_optin", properties.shared_memory_per_block
-    )
-    return properties.multi_processor_count, shared
-
-
-def divide_evenly(n: int, limit: int) -> int:
-    """Return the size of equal parts of n things, at most ``limit`` in each."""
-    return -(-n // -(-n // limit))
-
-
 class _Fused:
     """A problem, its arrays, and the launches of the kernels."""
 
@@ -242,8 +266,10 @@ class _Fused:
         self.x, self.weight = aligned(problem.x.detach()), aligned(problem.proxies.detach())
         precision: str = problem.precision
         if precision == "auto":
-            precision = torch.get_float32_matmul_precision()
-        self.scales = aligned(problem.scale.detach()) if is_tensor(problem.scale) else None
+            precision = torch_precision()
+        self.scales = None
+        if is_tensor(problem.scale):
+            self.scales = aligned(problem.scale.detach().expand(len(self.x)))
         flags = self.scales is not None, problem.ignore_above is not None
         self.plan = plan = _plan(
             len(self.x), tuple(self.weight.shape), PARTS[precision], problem.form.similarity, flags,
@@ -253,7 +279,7 @@ class _Fused:
         limit = 0.0 if problem.ignore_above is None else float(problem.ignore_above)
         self.numbers = scale, float(problem.offset), limit, float(problem.gamma)
         bound = abs(problem.offset) + (torch.inf if flags[0] else abs(scale))
-        self.needs_peaks = bound >= SAFE_EXPONENT or problem.has_weights
+        self.needs_peaks = bound >= _SAFE_EXPONENT or problem.has_weights
         self.x_parts = self.new(plan.parts, plan.padded_batch, plan.padded_dim, torch.bfloat16)
         self.w = self.new(plan.parts, plan.rows, plan.padded_dim, torch.bfloat16)
         self.inverses = self.new(plan.rows)
@@ -267,7 +293,7 @@ class _Fused:
         return self.x.new_empty(shape)
 
     def positives(self) -> Tensor:
-        """Return each sample's similarity to its class; set its cosines and derivatives, and x."""
+        """Return each sample's similarity to its class; set `cosines`, `slopes` and `x_parts`."""
         plan = self.plan
         positive = self.new(plan.batch)
         self.cosines, self.slopes = self.new(plan.batch, plan.k), self.new(plan.batch, plan.k)
@@ -293,18 +319,13 @@ class _Fused:
             )  # fmt: skip
             yield first, count
 
-    @property
-    def distance_pairs(self) -> int:
-        """The number of ordered pairs of proxies of a class, over all classes."""
-        return self.plan.classes * max(1, self.plan.k * (self.plan.k - 1))
-
     def distance(self) -> Tensor | None:
         """Return the intra-class distance (see `dense.intra_class_distance`)."""
         if not self.problem.needs_distance:
             return None
         if self.distances is None:
             return self.x.new_zeros(())
-        return self.distances.sum() / self.distance_pairs
+        return self.distances.sum() / distance_terms(self.weight)
 
     def log_sums(self) -> tuple[Tensor, Tensor | None]:
         """Return the log-sum-exp of each sample's negatives, and the sum of its similarities."""
@@ -333,8 +354,8 @@ class _Fused:
         plan = self.plan
         terms, sums = self.new(plan.classes), self.new(plan.blocks, plan.capacity)
         factors = None if gradients is None else self.new(plan.rows)
-        weights = aligned(weight) if is_tensor(weight) else None
-        number = weight if isinstance(weight, float) else 1.0
+        weights = aligned(weight.expand(plan.classes)) if is_tensor(weight) else None
+        number = 1.0 if weight is None or weights is not None else float(weight)
         find_peaks = self._entries(None, by_class=True, peaks=True)
         compute_entries = self._entries(gradients, by_class=True)
         width = power_of_2(plan.padded_dim, 64, 1024)
@@ -500,13 +521,8 @@ class _Gradients:
             launch = plan.launcher(kernels.add_pair_gradients, None, **size)
             launch(
                 (-(-len(proxies) // size["BC"]),), fused.weight, proxies, self.grad_distance,
-                1.0 / fused.distance_pairs, first, len(proxies),
+                1.0 / distance_terms(fused.weight), first, len(proxies),
             )  # fmt: skip
-
-
-def largest_divisor(n: int, limit: int) -> int:
-    """Return the largest power of two up to a limit that divides n."""
-    return min(limit, n & -n)
 
 
 class _ByClass(torch.autograd.Function):
@@ -530,22 +546,20 @@ class _ByClass(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return dense_gradients(ctx, fused.problem, *grads)
         _ = ctx.saved_tensors  # raises if an input has changed
-        grad_positive, grad_value, _none, grad_distance = grads
+        grad_positive, grad_value, _, grad_distance = grads
         assert grad_positive is not None
         assert grad_value is not None
         # The gradients of forward are used once; a second backward recomputes them.
         gradients, ctx.gradients = ctx.gradients, None
         with torch.cuda.device_of(fused.x):  # type: ignore[no-untyped-call]
-            if gradients is not None:
+            is_first = gradients is not None
+            gradients = gradients or _Gradients(fused, ctx.needs_input_grad[1:])
+            gradients.set_other_terms(grad_positive, grad_distance)
+            if is_first:
                 gradients.factor = grad_value
-                gradients.set_other_terms(grad_positive, grad_distance)
             else:
-                gradients = _Gradients(fused, ctx.needs_input_grad[1:])
-                gradients.set_other_terms(grad_positive, grad_distance)
-                factor, weight = grad_value, fused.problem.class_weight
-                if weight is not None:
-                    factor = (grad_value * weight).expand(fused.plan.classes)
-                fused.class_pass(factor, gradients)
+                weight = fused.problem.class_weight
+                fused.class_pass(grad_value if weight is None else grad_value * weight, gradients)
             return None, *gradients.complete(), None
 
 

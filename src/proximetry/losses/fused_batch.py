@@ -16,7 +16,12 @@ def normalize(
 ) -> Batch:
     """Return the same as `batch.normalize`, in float32."""
     if dtype != torch.float32:
-        raise ValueError(f"the fused engine needs float32 proxies, got {dtype}")
+        raise ValueError(f"the fused engine needs float32 proxies, got {dtype}. Use engine='auto'.")
+    if not (embeddings.is_cuda or kernels.INTERPRETED.value):
+        device = embeddings.device
+        raise ValueError(
+            f"the fused engine needs CUDA, got embeddings on {device}. Use engine='auto'."
+        )
     with torch.cuda.device_of(embeddings):  # type: ignore[no-untyped-call]
         return Batch(*_Normalize.apply(embeddings, labels, weights))  # type: ignore[no-untyped-call]
 

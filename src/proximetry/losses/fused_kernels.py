@@ -8,7 +8,7 @@ Arrays of a chunk: `x` [PARTS, PB, PD] has the unit embeddings, `w` [PARTS, capa
 unit proxies, `g` [PARTS, capacity · K, PB] the gradient of each cosine. A row is a proxy,
 class · K + k. PB and PD are batch and DIM, padded with zeros to multiples of the tiles, so that
 loops need no masks. A tile of `entries` has KP ≥ K rows for each of its classes, KP a power of two:
-first one proxy of each class, then the next, so that a thread has all proxies of a class.
+first one proxy of each class, then the next, so that a thread has all of up to four proxies.
 """
 
 import os
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 #: Triton's interpreter cannot multiply bf16 numbers.
-_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 #: The logarithm of weight 0: finite, as with -inf gradients would be NaN (see `batch.normalize`).
 _LOG_ZERO = tl.constexpr(-8.507058730234616e37)
 #: How the K proxies of a class give its similarity.
@@ -47,7 +47,7 @@ def _load_parts(pointer, mask, stride, PARTS: tl.constexpr):
 @triton.jit
 def _load(pointer, mask, MASKED: tl.constexpr):
     value = tl.load(pointer, mask=mask, other=0.0) if MASKED else tl.load(pointer)
-    return value.to(tl.float32) if _INTERPRETED else value
+    return value.to(tl.float32) if INTERPRETED else value
 
 
 @triton.jit
@@ -84,6 +84,11 @@ def _inverse(squares):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _aggregate(s, valid, gamma, K: tl.constexpr, AGGREGATION: tl.constexpr):
     """Return S and dS/ds from the cosines s of K proxies along the first axis, which S keeps."""
     if AGGREGATION == 1:  # soft
@@ -94,7 +99,7 @@ def _aggregate(s, valid, gamma, K: tl.constexpr, AGGREGATION: tl.constexpr):
         slope = share * ((s - S) * rate + 1.0)
     elif AGGREGATION == 2:  # max
         masked = tl.where(valid, s, float("-inf"))
-        S = tl.max(masked, 0, keep_dims=True)
+        S = tl.reduce(masked, 0, _larger, keep_dims=True)  # `tl.max` ignores NaN
         nearest = (masked == S).to(tl.float32)
         slope = nearest / tl.sum(nearest, 0, keep_dims=True)
     else:  # mean
@@ -145,7 +150,7 @@ def _negative_logits(
         z += tl.load(log_weights + sample, mask=sample < batch, other=0.0)[None, :]
     is_negative = inside & (label[None, :] != (first + class_)[:, None])
     if LIMIT:
-        is_negative &= S <= ignore_above
+        is_negative &= (S > ignore_above) == 0  # NaN is a negative
     return tl.where(is_negative, z, float("-inf")), factor, inside
 
 
@@ -625,7 +630,7 @@ def normalize(
     label = tl.load(labels + sample)
     weight = tl.where(label >= 0, 1.0, 0.0)
     if WEIGHTS:
-        weight *= tl.load(weights + sample)
+        weight = tl.load(weights + sample, mask=label >= 0, other=0.0)
         label = tl.where(weight > 0.0, label, -1)
     d = tl.arange(0, BD)
     inside = (label >= 0) & (d < DIM)
@@ -689,7 +694,6 @@ def class_pulls(
         earlier += (same & is_used & (i < sample)).to(tl.int32)
     sum_exp = tl.sum(total, 0)
     term = shift + _log1p(sum_exp + (tl.exp(-shift) - 1.0))
-    tl.store(terms + sample, tl.where(tl.sum(earlier, 0) == 0, term, 0.0))
     own_weight = tl.load(log_weights + sample)
     is_first = (tl.sum(earlier, 0) == 0) & (own_weight > _LOG_ZERO)
     tl.store(terms + sample, tl.where(is_first, term, -1.0))

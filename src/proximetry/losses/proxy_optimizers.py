@@ -7,7 +7,7 @@
 The engine passes the gradient of a tile of classes to the optimizer as soon as it is complete. A
 step equals that of the same rule with the whole gradient. ``loss.proxies.weight.grad`` stays None:
 the gradient cannot be clipped or accumulated, and other terms of the proxies, such as an exclusive
-regularizer, need an ordinary optimizer.
+regularizer, need an ordinary optimizer. Create the optimizer after `shard` and `grow`.
 """
 
 import torch
@@ -21,13 +21,24 @@ decay_rate = number("0 ≤ float < 1", 0.0, 1.0 - 2**-53, "at least 0 and below 
 
 
 class ProxyOptimizer(FullPrecision):
-    """Base of the optimizers; its buffers are the state, saved with the loss."""
+    """Base of the optimizers; its buffers are the state, saved with the loss.
+
+    A subclass that overrides `update` must also override `fused_update`.
+    """
 
     def __init__(self, proxies: Proxies, lr: float, weight_decay: float) -> None:
         super().__init__()
         self.lr = positive("lr", lr)
         self.weight_decay = non_negative("weight_decay", weight_decay)
         self._proxies = [proxies]  # in a list: they are a module of the loss
+        self._shape = proxies.weight.shape
+
+    def check(self, proxies: Proxies) -> None:
+        """Raise if these are not the proxies of the optimizer."""
+        if proxies is not self._proxies[0] or proxies.weight.shape != self._shape:
+            raise ValueError(
+                "the proxies have changed. Create the proxy optimizer after shard() and grow()."
+            )
 
     @torch.no_grad()
     def update(self, classes: slice, gradient: Tensor) -> None:
@@ -71,10 +82,12 @@ class ProxySGD(ProxyOptimizer):
     @torch.no_grad()
     def fused_update(self, classes: slice, gradient: Tensor) -> None:
         """Update the proxies of some classes in one kernel, for the fused engine."""
-        from proximetry.losses.fused import launcher  # needs Triton
+        from proximetry.losses.fused import is_aligned, launcher  # needs Triton
         from proximetry.losses.fused_kernels import update_by_sgd
 
         weight, n, block = self._proxies[0].weight, gradient.numel(), 2048
+        if not is_aligned(weight):
+            return self.update(classes, gradient)
         launch = launcher(update_by_sgd, MEAN=self.mean is not None, BLOCK=block)
         numbers = map(float, (self.lr, self.momentum, self.weight_decay))
         start = classes.start * weight[0].numel()
@@ -129,11 +142,13 @@ class RowwiseAdam(ProxyOptimizer):
     @torch.no_grad()
     def fused_update(self, classes: slice, gradient: Tensor) -> None:
         """Update the proxies of some classes in one kernel, for the fused engine."""
-        from proximetry.losses.fused import launcher, power_of_2  # needs Triton
+        from proximetry.losses.fused import is_aligned, launcher, power_of_2  # needs Triton
         from proximetry.losses.fused_kernels import update_by_rowwise_adam
 
-        self._begin(classes)
         weight = self._proxies[0].weight
+        if not is_aligned(weight):
+            return self.update(classes, gradient)
+        self._begin(classes)
         _, k, dim = weight.shape
         launch = launcher(
             update_by_rowwise_adam, DIM=dim, FIRST=self.first is not None, BD=power_of_2(dim)
