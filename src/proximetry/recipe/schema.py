@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 
 from proximetry._util.errors import suggest
 from proximetry._util.files import atomic_write
-from proximetry._util.formatting import format_value, join_first, shorten
+from proximetry._util.formatting import format_value, join_first, parse_seconds, shorten
 from proximetry.data import FIELDS
 from proximetry.data.datasets import list_datasets
 from proximetry.metrics.scores import COUNTS, Metrics
@@ -64,6 +64,11 @@ def _check_text(text: str) -> str:
     raise ValueError(f"contains invalid characters, got {format_value(text)}")
 
 
+def _check_duration(text: str) -> str:
+    parse_seconds(text)
+    return text
+
+
 def _or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     return value if value == AUTO else check(value)
 
@@ -79,6 +84,7 @@ Dim = Annotated[Count, Field(le=MAX_DIM)]
 Bits = Annotated[Count, Field(multiple_of=8, le=MAX_BITS)]
 Setting = bool | Integer | Number | str
 Text = Annotated[str, AfterValidator(_check_text)]
+Duration = Annotated[str, AfterValidator(_check_duration)]
 UserPath = Annotated[Text, AfterValidator(os.path.expanduser)]
 # These may be "auto" until `auto.choose` sets a value.
 AutoCount = Annotated[Count, WrapValidator(_or_auto)]
@@ -335,6 +341,9 @@ class ScheduleConfig(Section):
     at: tuple[Count, ...] = _key((), "epochs of the drops (milestones)")
     factor: Number = _key(0.5, "factor of the learning rates at a drop", gt=0, le=1)
     patience: Count = _key(4, "evaluations without improvement before a drop (plateau)")
+    warmup_steps: Integer = _key(
+        0, "steps at the start over which the learning rates rise linearly", ge=0
+    )
     freeze_backbone_epochs: Integer = _key(
         0, "epochs at the start that train the head and the proxies only", ge=0
     )
@@ -345,6 +354,17 @@ class TrainingConfig(Section):
 
     epochs: AutoCount = _key(
         60, "number of epochs; auto chooses by the number of training images", role="duration"
+    )
+    max_steps: Count | None = _key(
+        None,
+        "end training after this many steps, also within an epoch; a cosine schedule ends there",
+        role="duration",
+    )
+    max_time: Duration | None = _key(
+        None,
+        "end training in time for the results to be complete after this duration, such as 10m or "
+        "2h; the schedule still spans the epochs",
+        role="duration",
     )
     seed: Annotated[int, Field(strict=True)] = _key(0, "random seed of the run", ge=0, lt=2**63)
     precision: Literal["auto", "float32", "bfloat16", "float16"] = _key(
@@ -386,6 +406,22 @@ class TrainingConfig(Section):
         "on all (Teh et al. 2020)",
     )
     wandb: Text | None = _key(None, "project to report to at Weights & Biases", role="runtime")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key in ("max_steps", "max_time"):
+            if self.two_stages and getattr(self, key) is not None:
+                raise ValueError(f"{key} and two_stages exclude each other")
+        return self
+
+    def duration(self) -> list[Any]:
+        """Return the limits that a run can be extended by."""
+        return [self.epochs, self.max_steps, self.max_time]
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Return the number of steps of a run that does not end early."""
+        steps: int = self.epochs * steps_per_epoch
+        return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def is_over(self, epochs: int, stale: int) -> bool:
         """Return whether a run ends after these epochs and evaluations without improvement."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -119,6 +120,8 @@ def build(
         stage=data.stage,
     )
     evaluated_embedder = embedder if updater.average is None else updater.average
+    steps_per_epoch = len(data.sampler)
+    epochs = math.ceil(recipe.training.total_steps(steps_per_epoch) / steps_per_epoch)
     initial = [group["lr"] for group in updater.optimizer.param_groups]
     return Run(
         recipe=recipe,
@@ -127,7 +130,7 @@ def build(
         data=data,
         updater=updater,
         evaluator=Evaluator(recipe, evaluated_embedder, data, graph, on_graph_failure),
-        rates=LearningRates(recipe.schedule, recipe.training.epochs, initial),
+        rates=LearningRates(recipe.schedule, epochs, initial),
         clock=clock,
         state=TrainState(
             loss_sum=torch.zeros((), dtype=torch.float64, device=world.device),

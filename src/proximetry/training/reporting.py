@@ -156,7 +156,7 @@ class RichDisplay(PlainDisplay):
 
     def on_start(self, run: "Run") -> None:
         """Set the length of the bar."""
-        steps = run.recipe.training.epochs * len(run.data.sampler)
+        steps = run.recipe.training.total_steps(len(run.data.sampler))
         self._progress.reset(
             self._task, description="training", total=steps, completed=run.state.step, figures=""
         )
