@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_MESSAGE = 2000  # characters: a message may quote a long value
 # Each is a module with a function of the same name.
 _COMMANDS = (
-    *("demo", "duplicates", "embed", "evaluate", "export", "index", "push", "report"),
+    *("compare", "demo", "duplicates", "embed", "evaluate", "export", "index", "push", "report"),
     *("reproduce", "search", "serve", "train"),
 )
 _LIST = re.compile(r"[\d.e+-]+(,[\d.e+-]+)+", re.IGNORECASE)
