@@ -26,10 +26,11 @@ _COMMANDS = (
     *("reproduce", "search", "serve", "train"),
 )
 _LIST = re.compile(r"[\d.e+-]+(,[\d.e+-]+)+", re.IGNORECASE)
-# The key that a section stands for as an option: --loss arcface.
+# Short options of `train` and `compare`, and their keys: --loss arcface.
 _SECTIONS = {
     "--data": "--data.dataset",
     "--model": "--model.backbone",
+    "--labels-from-name": "--data.labels-from-name",
     **{f"--{section}": f"--{section}.name" for section in ("loss", "optimizer", "schedule")},
 }
 
@@ -128,7 +129,7 @@ def _prepare(tokens: list[str]) -> list[str]:
     prepared, lists = list[str](), list[str]()
     for word in tokens:
         name, _, value = word.partition("=")
-        if tokens[0] == "train" and name in _SECTIONS:
+        if tokens[0] in ("train", "compare") and name in _SECTIONS:
             word = word.replace(name, _SECTIONS[name], 1)
         option = prepared[-1] if prepared and re.fullmatch("--[^=]+", prepared[-1]) else ""
         if option and word in ("true", "false"):

@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from proximetry._util.errors import UsageError
 from proximetry.cli.options import Device
 from proximetry.cli.output import echo
 from proximetry.cli.train import RUNS, RecipeOptions, make_plan
@@ -40,6 +41,8 @@ def compare(
         overrides: keys of the recipe.
     """
     changes = merge({}, overrides, is_complete=False)
+    if changes.get("loss", {}).keys() & {"name", "settings"}:
+        raise UsageError("--loss.name and --loss.settings do not apply. Pass --losses.")
     plan = make_plan(images, out, recipe, changes, device, fresh=True)
     echo(plan.lines[0])
     from proximetry.reproduce import compare as run  # torch: wrong paths come before

@@ -335,6 +335,8 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
         if data.root is not None and resolve_source(data.root)[0] == data.dataset:
             test_source = images
         test_source += data_options
+        if data.labels_from_name is not None:
+            test_source += f" --labels-from-name {shlex.quote(data.labels_from_name)}"
     return "\n".join(
         [
             table,

@@ -28,6 +28,7 @@ from proximetry._util.files import atomic_write
 from proximetry._util.formatting import format_value, join_first, parse_seconds, shorten
 from proximetry.data import FIELDS
 from proximetry.data.datasets import list_datasets
+from proximetry.data.folders import check_name_rule
 from proximetry.metrics.scores import COUNTS, Metrics
 from proximetry.models.constants import (
     CUSTOM,
@@ -115,6 +116,12 @@ class DataConfig(Section):
     columns: dict[str, Text] = _key(
         {}, "names of columns in a table if they differ: path=file,label=category"
     )
+    labels_from_name: Text | None = _key(
+        None,
+        "take classes from the names of the images, not from folders: auto for what comes before "
+        "the last separator and number (boxer in boxer_12.jpg), or a regular expression whose "
+        "first group is the class",
+    )
     short_side: Side | None = _key(
         None, "short side of the images in the pixel cache; null uses model.resize"
     )
@@ -165,6 +172,8 @@ class DataConfig(Section):
         for name in self.columns:
             if name not in FIELDS:
                 raise ValueError(f"columns has no {format_value(name)}{suggest(name, FIELDS)}")
+        if self.labels_from_name is not None:
+            check_name_rule(self.labels_from_name)
         if not 0 < low <= high <= 1:
             raise ValueError(f"crop_scale must be increasing within 0 and 1, got {[low, high]}")
         if not 0 < narrow <= wide:
