@@ -126,7 +126,7 @@ def config(call, *words):
         ),
         (["--optimizer=sgd", "--optimizer.lr", "0.1"], {"optimizer": {"name": "sgd", "lr": 0.1}}),
         (["--optimizer.clip-value", "null"], {"optimizer.clip_value": None}),
-        (["--training.wandb=null", "--data.cache-dir", "12"], {"data.cache_dir": "12"}),
+        (["--training.project=null", "--data.cache-dir", "12"], {"data.cache_dir": "12"}),
         (["--training.cuda-graph", "true"], {"training.cuda_graph": True}),
     ],
     ids=str,

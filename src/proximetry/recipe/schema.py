@@ -414,7 +414,17 @@ class TrainingConfig(Section):
         "find the number of epochs and the learning-rate drops on half of the classes, then train "
         "on all (Teh et al. 2020)",
     )
-    wandb: Text | None = _key(None, "project to report to at Weights & Biases", role="runtime")
+    tracker: Literal["auto", "none", "tensorboard", "wandb", "mlflow"] = _key(
+        AUTO,
+        "where to log the epochs: in TensorBoard files, or to Weights & Biases or MLflow; a "
+        "resumed run continues there. auto writes TensorBoard files if it is installed",
+        role="runtime",
+    )
+    project: Text | None = _key(
+        None,
+        "project at Weights & Biases, experiment at MLflow; null for proximetry",
+        role="runtime",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -526,7 +536,8 @@ class Recipe(Section):
             values = merge(plain_values(source), overrides or {})
             for key, value in REMOVED.items():
                 section, _, name = key.partition(".")
-                if isinstance(keys := values.get(section), dict) and keys.get(name) == value:
+                keys = values.get(section)
+                if isinstance(keys, dict) and name in keys and keys[name] == value:
                     del keys[name]
             return cls.model_validate(values)
         except ValidationError as error:

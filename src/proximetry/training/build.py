@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from proximetry._util.errors import UsageError
-from proximetry._util.imports import import_optional
 from proximetry.data import VectorCatalog
 from proximetry.kernels.layers import fuse
 from proximetry.losses import parameter_groups
@@ -41,6 +40,7 @@ from proximetry.training.sources.image_data import ImageData
 from proximetry.training.sources.torch_dataset import TorchDatasetData, TorchDatasets
 from proximetry.training.sources.training_data import TrainingData, open_catalog
 from proximetry.training.sources.vector_data import CachedFeatures, VectorData
+from proximetry.training.trackers import check_tracker
 from proximetry.training.updater import Objective, Updater
 
 Report = Callable[[str], None]
@@ -80,8 +80,7 @@ def build(
     With ``open_cache=False`` no image is decoded and `batches` is unusable.
     """
     clock, world, report = Stopwatch(), context.world, context.display.message
-    if recipe.training.wandb:
-        import_optional("wandb", None, "training.wandb")
+    check_tracker(recipe)
     # `true` raises if the graph cannot be recorded; "auto" reports it and continues without.
     on_graph_failure = None if recipe.training.cuda_graph is True else report
     embedder, data = make_data(recipe, context)

@@ -28,10 +28,11 @@ from proximetry.training.custom_components import Components, custom_components
 from proximetry.training.distributed import join_processes, preserve_torch_state
 from proximetry.training.errors import CheckpointError, FolderError, RunError
 from proximetry.training.final_evaluation import evaluate_final, evaluate_untrained, save_embedder
-from proximetry.training.reporting import Display, Trackers
+from proximetry.training.reporting import Display
 from proximetry.training.run import RESUME_HINT, Run, Stopped
 from proximetry.training.run_folder import FIRST_STAGE, RunFolder, SavedRun
 from proximetry.training.sources.training_data import fingerprint, open_catalog
+from proximetry.training.trackers import RunTracker
 
 
 def train(
@@ -94,7 +95,7 @@ def _train_run(
     """
     on_main = context.world.on_main
     acquire = partial(folder.acquire, context.display.message)
-    trackers = Trackers()
+    tracker = RunTracker()
     with ExitStack() as stack:
         stack.callback(folder.release)
         if on_main(folder.lock.exists):  # lock an existing run before hours of decoding
@@ -105,14 +106,14 @@ def _train_run(
             if results is not None:
                 return results
         run = build(recipe, folder, context)  # validates; writes nothing to the folder
-        run.callbacks = [trackers, context.display, *context.callbacks]
+        run.callbacks = [tracker, context.display, *context.callbacks]
         if on_main(acquire):  # another process may have been faster
             _, saved = on_main(lambda: folder.resolve(run.recipe, context.resume))
         if saved is not None:
             _resume(run, saved)
         else:
             _begin(run, context, second)
-        with trackers, run.stop_requests:
+        with tracker, run.stop_requests:
             try:
                 return fit(run)
             except ImageError as error:
