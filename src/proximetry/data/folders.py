@@ -26,10 +26,11 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 EXTENSIONS = frozenset(
-    ".jpg .jpeg .png .webp .gif .tif .tiff .bmp .ppm .pgm .pbm .jp2 .avif".split()  # noqa: SIM905
+    ".jpg .jpeg .png .webp .gif .tif .tiff .bmp .ppm .pgm .pbm .jp2 .avif "  # noqa: SIM905
+    ".heic .heif".split()
 )
-# Formats of phones and cameras, which Pillow does not read.
-_RAW = (".heic", ".heif", ".jxl", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf")
+# Formats of cameras, which Pillow does not read.
+_RAW = (".jxl", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf")
 _SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 # Folders of archives, disks and file servers.
 _SYSTEM_FOLDERS = {"__MACOSX", "lost+found", "@eaDir", "$RECYCLE.BIN", "System Volume Information"}
