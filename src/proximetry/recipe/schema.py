@@ -6,6 +6,7 @@ The YAML reader, the options of `proximetry train` and docs/recipe_keys.md are g
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -74,6 +75,7 @@ def _or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     return value if value == AUTO else check(value)
 
 
+CLASS_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")  # module:Class
 AUTO: Any = "auto"  # of any type, since it stands for numbers and flags too
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -278,9 +280,15 @@ class ModelConfig(Section):
 class LossConfig(Section):
     """The loss and the terms added to it."""
 
-    name: str = _key(DEFAULTS["loss.name"], "a loss that `proximetry losses` lists")
+    name: str = _key(
+        DEFAULTS["loss.name"],
+        "a loss that `proximetry losses` lists, or module:Class for a custom one, which is called "
+        "as loss(embeddings, labels)",
+    )
     settings: dict[str, Setting] = _key(
-        {}, "settings of the loss; on the command line such as --loss.settings.alpha 32"
+        {},
+        "settings of the loss; on the command line such as --loss.settings.alpha 32. A custom one "
+        "also gets num_classes and dim if it has such arguments",
     )
     exclusive: Number = _key(
         0.0, "weight of RegularFace's exclusive term, ramped up with sphereface's annealing", ge=0
@@ -304,7 +312,7 @@ class LossConfig(Section):
         for key in ("exclusive", "angular_center"):
             if self.sharded and getattr(self, key):
                 raise ValueError(f"{key} and sharded exclude each other")
-        if self.name.startswith(CUSTOM):
+        if self.name.startswith(CUSTOM) or CLASS_PATH.fullmatch(self.name):
             return self
         where = "name: "
         try:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from proximetry.losses import loss_settings
 from proximetry.recipe.schema import Recipe
 from proximetry.reproduce.records import Results
 from proximetry.reproduce.runner import Child, Job, Report, reproduce, start_process
@@ -44,8 +43,6 @@ def compare(
     names = [*dict.fromkeys(losses)]
     if len(names) < 2:
         raise ReproduceError(f"losses must be two or more, got {', '.join(names) or 'none'}.")
-    for name in names:
-        loss_settings(name)
     held_out = recipe.override({"evaluation.protocol": "held_out", "training.two_stages": False})
     split = split_rows(open_catalog(held_out), held_out)
     if not len(split.rows["held_out"]):

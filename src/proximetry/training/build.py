@@ -28,7 +28,7 @@ from proximetry.models.lora import add_lora
 from proximetry.recipe.auto import choose
 from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe
-from proximetry.training.custom_components import Components
+from proximetry.training.custom_components import Components, load_loss
 from proximetry.training.distributed import World, device_facts
 from proximetry.training.errors import RunError
 from proximetry.training.evaluator import Evaluator, check_input
@@ -107,6 +107,8 @@ def build(
     if graph:
         fuse(embedder)
     loss = copy.deepcopy(context.components.loss)
+    if loss is None:
+        loss = load_loss(recipe.loss, len(data.class_names), embedder.dim)
     objective = Objective(recipe.loss, data.class_names, embedder.dim, loss).to(world.device)
     updater = Updater(
         recipe,
