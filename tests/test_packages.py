@@ -230,7 +230,7 @@ def test_public_names_can_be_imported_from_their_package(package):
 
 MODULES = {"PIL": "pillow", "pillow_heif": "pillow-heif", "yaml": "pyyaml", "faiss": "faiss-cpu"}
 # Imported by name if installed; no extra installs them.
-OPTIONAL = {"triton", "wandb", "mlflow", "tensorboard", "milvus_lite"}
+OPTIONAL = {"triton", "wandb", "mlflow", "sklearn", "tensorboard", "milvus_lite"}
 
 
 def test_third_party_imports_are_declared():
