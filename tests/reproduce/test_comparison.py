@@ -42,7 +42,7 @@ def test_compare_trains_every_loss_with_every_seed(compared):
     assert {record.kind for record in records.values()} == {"held_out"}
     assert summary in (folder / "README.md").read_text()
     assert f"| loss         | {METRIC}" in summary
-    assert "for all 1 differences together (Bonferroni)" in summary
+    assert "for all differences together (Bonferroni, 1 test)" in summary
     command = "proximetry compare IMAGES --losses proxy_anchor arcface --seeds 0 1"
     assert command in (folder / "README.md").read_text()
 
@@ -94,3 +94,20 @@ def test_pairwise_differences_share_one_confidence():
     assert differences[1].ci_half_width == pytest.approx(ci_half_width(a, b, 1 - 0.05 / 3))
     assert differences[1].ci_half_width > ci_half_width(a, b)
     assert a.ci_half_width == pytest.approx(4.303 / 3**0.5, abs=1e-3)
+
+
+def test_compare_command_passes_recipe_losses_and_seeds(call, data, tmp_path, monkeypatch):
+    calls = []
+
+    def compare(recipe, losses, seeds, out, **options):
+        calls.append((recipe.training.epochs, losses, seeds, out))
+        return tmp_path, "the summary"
+
+    monkeypatch.setattr("proximetry.reproduce.compare", compare)
+    words = ("compare", data / "train", "--seeds", "3", "5", "--out", tmp_path)
+    printed = call(*words, "--losses", "mpa", "arcface", "--training.epochs", "2")
+    assert calls == [(2, ("mpa", "arcface"), (3, 5), tmp_path)]
+    assert "the summary" in printed
+    assert f"page: {tmp_path / 'README.md'}" in printed
+    assert "Pass --losses" in call(*words, "--loss", "arcface", code=2)
+    assert "no folder or file" in call("compare", data / "nothing", code=2)

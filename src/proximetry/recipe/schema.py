@@ -422,10 +422,10 @@ class TrainingConfig(Section):
         "find the number of epochs and the learning-rate drops on half of the classes, then train "
         "on all (Teh et al. 2020)",
     )
-    tracker: Literal["auto", "none", "tensorboard", "wandb", "mlflow"] = _key(
-        AUTO,
-        "where to log the epochs: in TensorBoard files, or to Weights & Biases or MLflow; a "
-        "resumed run continues there. auto writes TensorBoard files if it is installed",
+    tracker: Literal["none", "tensorboard", "wandb", "mlflow"] = _key(
+        "tensorboard",
+        "where to log the epochs: in TensorBoard files (if it is installed), or to Weights & "
+        "Biases or MLflow; a resumed run continues there",
         role="runtime",
     )
     project: Text | None = _key(

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from proximetry._util.formatting import format_int
+from proximetry._util.formatting import format_int, pluralize
 from proximetry.data import list_datasets
 from proximetry.recipe.schema import DataConfig, Recipe
 from proximetry.reproduce.figures import curve, explain_missing_seconds, figure_names
@@ -76,8 +76,9 @@ def comparison(results: Results) -> str:
     note = "One seed: no difference is tested. Pass two seeds or more."
     if several:
         note = (
-            f"± is the confidence interval of Welch's t-test, 95 % for all {len(tested)} "
-            "differences together (Bonferroni). It covers the seeds, not the choice of the images."
+            "± is the confidence interval of Welch's t-test, 95 % for all differences together "
+            f"(Bonferroni, {pluralize(len(tested), 'test')}). It covers the seeds, not the choice "
+            "of the images."
         )
     parts = [
         _aligned(["loss", *metrics, "seconds"], ranked),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from proximetry._util.files import name_write_errors, read_json
@@ -33,7 +34,6 @@ class TensorBoard:
 
     def __init__(self, run: Run) -> None:
         self.folder = run.folder.path / "tensorboard"
-        import_optional("tensorboard", None, "TensorBoard")
         from torch.utils.tensorboard import SummaryWriter
 
         # A resumed run hides the epochs since its checkpoint.
@@ -116,8 +116,12 @@ class MLflow:
         self.client.set_terminated(self.id, status)
 
 
-_TRACKERS: dict[str, Callable[[Run], Tracker]] = {
-    "tensorboard": TensorBoard,
+def _tensorboard_if_installed(run: Run) -> Tracker | None:
+    return TensorBoard(run) if find_spec("tensorboard") else None
+
+
+_TRACKERS: dict[str, Callable[[Run], Tracker | None]] = {
+    "tensorboard": _tensorboard_if_installed,
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
@@ -126,7 +130,7 @@ _TRACKERS: dict[str, Callable[[Run], Tracker]] = {
 def check_tracker(recipe: Recipe) -> None:
     """Raise an error that names the package of the tracker if it is missing."""
     name = recipe.training.tracker
-    if name in _TRACKERS:
+    if name in ("wandb", "mlflow"):
         import_optional(name, None, f"training.tracker {name}")
 
 
@@ -146,14 +150,9 @@ class RunTracker(AbstractContextManager[Any]):
 
     def on_start(self, run: Run) -> None:
         """Open the tracker."""
-        name = run.recipe.training.tracker
-        if not run.world.is_main or name == "none":
-            return
-        try:
-            self._tracker = _TRACKERS.get(name, TensorBoard)(run)
-        except ModuleNotFoundError:
-            if name != "auto":  # metrics.jsonl has everything
-                raise
+        make = _TRACKERS.get(run.recipe.training.tracker)
+        if run.world.is_main and make is not None:
+            self._tracker = make(run)
 
     def on_epoch_end(self, run: Run, line: dict[str, Any]) -> None:
         """Log the metrics of an epoch."""
