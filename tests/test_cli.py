@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -75,10 +76,21 @@ assert not {"torch", "numpy", "timm", "PIL"} & set(sys.modules)
         assert word in done.stdout, word
 
 
+def test_train_help_starts_with_the_common_options(call, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    boxes = re.split(r"╭─ ([A-Z][\w ]+) ", call("train", "--help"))[1:]
+    assert boxes[::2] == ["Arguments", "Common", "Configuration and output", "Keys of the recipe"]
+    options = dict(zip(boxes[::2], boxes[1::2], strict=True))
+    for name in ("--recipe", "--loss.name", "--training.epochs", "--training.max-time", "--fresh"):
+        assert f"│ {name} " in options["Common"]
+    assert "--schedule.warmup-steps" in options["Keys of the recipe"]
+    assert len(re.findall("^│ --", options["Common"], re.MULTILINE)) <= 12
+
+
 def test_help_shows_defaults_of_options_but_not_of_recipe_keys(call, monkeypatch):
     monkeypatch.setenv("COLUMNS", "250")
     keys = call("train", "--help").partition("Keys of the recipe")[2]
-    assert "--training.epochs" in keys
+    assert "--schedule.every" in keys
     assert "[default:" not in keys
     out = " ".join(call("evaluate", "--help").split())
     assert "[default: error]" in out
@@ -114,7 +126,7 @@ def config(call, *words):
         ),
         (["--optimizer=sgd", "--optimizer.lr", "0.1"], {"optimizer": {"name": "sgd", "lr": 0.1}}),
         (["--optimizer.clip-value", "null"], {"optimizer.clip_value": None}),
-        (["--training.wandb=null", "--data.cache-dir", "12"], {"data.cache_dir": "12"}),
+        (["--training.project=null", "--data.cache-dir", "12"], {"data.cache_dir": "12"}),
         (["--training.cuda-graph", "true"], {"training.cuda_graph": True}),
     ],
     ids=str,

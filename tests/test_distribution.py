@@ -127,6 +127,10 @@ FEATURES = {
     "PairLoss('triplet')(torch.eye(4), torch.tensor([0, 0, 1, 1]))",
     "images": f"{MODEL}; {IMAGE}; assert embedder.encode(images).shape == (1, 8); "
     "embedder.save('saved'); import proximetry.models.hub, pyarrow.parquet",
+    "heic": "import io, pillow_heif; from PIL import Image; "
+    "from proximetry.data import open_image; file = io.BytesIO(); "
+    "pillow_heif.from_pillow(Image.new('RGB', (8, 8))).save(file); "
+    "assert open_image(file.getvalue()).size == (8, 8)",
     "glyphs": "from fontTools import ttLib; import matplotlib.ft2font",
     "cars": "import scipy.io",
     "weights": "from importlib.util import find_spec; "

@@ -7,6 +7,9 @@ import pytest
 from nbclient import NotebookClient
 
 from examples import lightning_example, regularface_digits
+from proximetry.training import RunFolder
+from proximetry.training.evaluator import selection_value
+from tests.training.tiny import make_images, make_recipe
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -22,6 +25,20 @@ def test_the_exclusive_term_spreads_three_digits(monkeypatch, tmp_path):
         assert with_term.smallest_angle > 110 > without.smallest_angle
     regularface_digits.draw(panels, str(tmp_path / "digits.png"))
     assert (tmp_path / "digits.png").stat().st_size > 10_000
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_optuna_searches_on_held_out_classes(tmp_path):
+    pytest.importorskip("optuna")
+    from examples import optuna_example
+
+    images = make_images(tmp_path / "images")
+    recipe = make_recipe(images, tmp_path / "cache", evaluation={"final_test": False})
+    study = optuna_example.search(tmp_path, trials=2, recipe=recipe)
+    results = RunFolder(tmp_path / f"trial-{study.best_trial.number}").read_results()
+    assert study.best_value == selection_value(results["selected"]["held_out"], "map@r")
+    assert "test" not in results["selected"]
+    assert set(study.best_params) == {"optimizer.lr", "loss.settings.alpha"}
 
 
 NOTEBOOKS = sorted(Path(lightning_example.__file__).parent.glob("*.ipynb"))

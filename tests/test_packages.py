@@ -228,9 +228,9 @@ def test_public_names_can_be_imported_from_their_package(package):
         assert named & defined <= public, page
 
 
-MODULES = {"PIL": "pillow", "yaml": "pyyaml", "faiss": "faiss-cpu"}
+MODULES = {"PIL": "pillow", "pillow_heif": "pillow-heif", "yaml": "pyyaml", "faiss": "faiss-cpu"}
 # Imported by name if installed; no extra installs them.
-OPTIONAL = {"triton", "wandb", "tensorboard", "milvus_lite"}
+OPTIONAL = {"triton", "wandb", "mlflow", "sklearn", "tensorboard", "milvus_lite"}
 
 
 def test_third_party_imports_are_declared():

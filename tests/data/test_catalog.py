@@ -395,11 +395,11 @@ def test_folder_of_folders(tmp_path):
 
 
 def test_notes_on_nested_folders_and_unsupported_formats(tmp_path):
-    make_tree(tmp_path, ["2024/ant/1.png", "2025/bee/2.png"], junk=["2024/ant/IMG_1.HEIC"])
+    make_tree(tmp_path, ["2024/ant/1.png", "2025/bee/2.png"], junk=["2024/ant/IMG_1.DNG"])
     assert Catalog.from_folder(tmp_path).notes == (
         "all images lie in folders below the class folders, as 2024/ant/1.png; the outer ones are "
         "the classes",
-        "files of an unsupported image format; convert to JPEG or PNG (1): 2024/ant/IMG_1.HEIC",
+        "files of an unsupported image format; convert to JPEG or PNG (1): 2024/ant/IMG_1.DNG",
     )
 
 

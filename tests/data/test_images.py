@@ -6,6 +6,7 @@ import os
 import pickle
 import socket
 import struct
+import sys
 import zlib
 
 import numpy as np
@@ -17,6 +18,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
 from proximetry.data import ImageError, images, open_image, resize_and_center_crop
+from proximetry.data.folders import is_image
 from proximetry.data.images import image_size, resize_image, scaled_size, thumbnail
 
 RED, BLUE = (220, 30, 40), (20, 40, 200)
@@ -430,3 +432,32 @@ def test_all_scaling_functions_give_the_same_bytes_of_a_large_jpeg(large_jpeg, t
     kept = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic"}
     seen = Preprocessing(resize=64, crop=(56, 56), **kept).pixels(large_jpeg)
     assert np.array_equal(CenterCrop(56)(cache, [0])[0].numpy(), seen.numpy())
+
+
+HEIC = b"\0\0\0\x1cftypheic" + bytes(100)
+
+
+def test_heic_without_the_extra_is_an_error_that_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    monkeypatch.delitem(Image.OPEN, "HEIF", raising=False)
+    with pytest.raises(ImageError, match="HEIC needs pillow_heif: install the extra 'heic'"):
+        open_image(HEIC)
+
+
+@pytest.mark.parametrize("suffix", [".heic", ".jpg"])
+def test_heic_is_read_by_its_content(tmp_path, suffix):
+    pillow_heif = pytest.importorskip("pillow_heif")
+    image = Image.new("RGB", (40, 20), (200, 40, 40))
+    pillow_heif.from_pillow(image).save(tmp_path / "photo.heic", quality=90)
+    path = (tmp_path / "photo.heic").rename(tmp_path / f"photo{suffix}")
+    for source in (path, path.read_bytes()):
+        read = open_image(source)
+        assert (read.mode, read.size) == ("RGB", (40, 20))
+        assert np.abs(np.asarray(read, int) - np.asarray(image, int)).max() < 8
+    assert is_image("photo.HEIC")
+
+
+def test_damaged_heic_is_an_image_error():
+    pytest.importorskip("pillow_heif")
+    with pytest.raises(ImageError):
+        open_image(HEIC)

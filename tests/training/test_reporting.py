@@ -1,4 +1,4 @@
-"""Output of a run: TensorBoard, Weights & Biases, a live display, plain lines."""
+"""Output of a run on the terminal: a live display, plain lines."""
 
 import io
 import itertools
@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from proximetry.training import Callback, Recipe, Stopped, train
+from proximetry.training import Recipe, train
 from proximetry.training.metrics_table import WITH_DISTRACTORS, describe_protocol, result_rows
 from proximetry.training.reporting import (
     Display,
@@ -22,81 +22,7 @@ from proximetry.training.reporting import (
 )
 from tests.processes import Process
 from tests.training.ranks import TRAIN, Ranks
-from tests.training.runs import killed_at
 from tests.training.tiny import tiny_values, with_
-
-
-def test_tensorboard_events_are_written_when_it_is_installed(recipe, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    train(with_(recipe, "training", epochs=2), tmp_path / "run")
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("held_out/recall@1")] == [0, 1, 2]
-    assert [event.step for event in events.Scalars("loss")] == [1, 2]
-
-
-def test_tensorboard_of_resumed_run_shows_every_epoch_once(recipe, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    class FailOnce:
-        def on_epoch_end(self, run, line):  # after the trackers, before the next checkpoint
-            if line["epoch"] == 3:
-                raise SystemError("killed")
-
-    recipe = with_(recipe, "training", epochs=4, checkpoint_epochs=2)
-    recipe = with_(recipe, "evaluation", protocol="last")  # else the best epoch is saved too
-    with pytest.raises(SystemError, match="killed"):
-        train(recipe, tmp_path / "run", callbacks=[FailOnce()])
-    train(recipe, tmp_path / "run")
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
-
-
-@pytest.fixture
-def wandb_calls(monkeypatch):
-    """What is called of a stand-in for Weights & Biases."""
-    calls = []
-
-    def init(project, config, dir, id, resume):
-        calls.append(("init", project, config["name"], id, resume))
-        return types.SimpleNamespace(
-            log=lambda values, step: calls.append(("log", step, "loss" in values)),
-            finish=lambda exit_code: calls.append(("finish", exit_code)),
-        )
-
-    fake = types.ModuleType("wandb")
-    fake.init = init
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    return calls
-
-
-def test_wandb_logs_every_epoch(recipe, tmp_path, wandb_calls):
-    train(with_(recipe, "training", epochs=2, wandb="birds"), tmp_path / "run")
-    name, project, recipe_name, _, resume = wandb_calls[0]
-    assert (name, project, recipe_name, resume) == ("init", "birds", "tiny", "allow")
-    logged = [("log", 0, False), ("log", 4, True), ("log", 8, True)]
-    assert wandb_calls[1:] == [*logged, ("finish", 0)]
-
-
-def test_wandb_run_is_closed_and_resumed(recipe, tmp_path, wandb_calls):
-    class StopAfterTwoSteps(Callback):
-        def on_step_end(self, run, loss):
-            if run.state.step == 2:
-                run.stop()
-
-    recipe = with_(recipe, "training", epochs=2, wandb="birds")
-    with pytest.raises(Stopped):
-        train(recipe, tmp_path / "run", callbacks=[StopAfterTwoSteps()])
-    killed_at(6, recipe, tmp_path / "run")
-    train(recipe, tmp_path / "run")
-    assert [call for call in wandb_calls if call[0] == "finish"] == [
-        ("finish", 1),
-        ("finish", 1),
-        ("finish", 0),
-    ]
-    train(recipe, tmp_path / "run", resume=False)
-    first, second, third, fresh = (call[3] for call in wandb_calls if call[0] == "init")
-    assert first == second == third != fresh
 
 
 def test_plain_display_prints_a_line_per_epoch(recipe, tmp_path, capsys):

@@ -25,6 +25,16 @@ def test_schedule_formulas():
     assert cosine.factor(10) == pytest.approx(0.0)
 
 
+def test_warmup_multiplies_the_schedule():
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))]}], lr=1.0)
+    mine = LearningRates(ScheduleConfig(name="step", every=1, warmup_steps=4), 3, [0.8])
+    found = []
+    for step in range(6):
+        mine.apply(optimizer, epoch=step // 3, step=step)
+        found.append(optimizer.param_groups[0]["lr"])
+    assert found == pytest.approx([0.2, 0.4, 0.6, 0.4, 0.4, 0.4])
+
+
 def test_step_equals_torch():
     parameter = torch.nn.Parameter(torch.zeros(1))
     reference = torch.optim.SGD([parameter], lr=0.3)
@@ -32,7 +42,7 @@ def test_step_equals_torch():
     ours = torch.optim.SGD([{"params": [parameter], "lr": 0.3}])
     mine = LearningRates(ScheduleConfig(name="step", every=4, factor=0.7), 20, [0.3])
     for epoch in range(20):
-        mine.apply(ours, epoch)
+        mine.apply(ours, epoch, step=epoch)
         assert ours.param_groups[0]["lr"] == pytest.approx(reference.param_groups[0]["lr"])
         reference.step()
         scheduler.step()

@@ -715,7 +715,7 @@ MISTAKES = [
     ({"evaluation": {"protocol": "paper"}}, "needs a test set"),
     ({"model": {"backbone": "small_convnett"}}, "small_convnet"),
     ({"model": {"weights": "nowhere.pth"}}, "nowhere.pth"),
-    ({"training": {"wandb": "birds"}}, "wandb"),
+    ({"training": {"tracker": "wandb"}}, "wandb"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Iterable, Sequence
 
@@ -69,6 +70,17 @@ def readable_size(count: float) -> str:
             return f"{count:.0f} {unit}"
         count /= 1000
     return f"{count:.1f} GB"
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def parse_seconds(text: str) -> float:
+    """Return the seconds of a duration: 90s, 10m, 1.5h, 2d."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if match is None or not float(match[1]):
+        raise ValueError(f"must be a duration such as 90s, 10m or 2h, got {format_value(text)}")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def readable_seconds(seconds: float) -> str:

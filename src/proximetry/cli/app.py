@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_MESSAGE = 2000  # characters: a message may quote a long value
 # Each is a module with a function of the same name.
 _COMMANDS = (
-    *("demo", "duplicates", "embed", "evaluate", "export", "index", "push", "report"),
+    *("compare", "demo", "duplicates", "embed", "evaluate", "export", "index", "push", "report"),
     *("reproduce", "search", "serve", "train"),
 )
 # The groups of `proximetry --help`; other commands are advanced.
@@ -35,10 +35,11 @@ _GROUPS = {
     "Advanced": (),
 }
 _LIST = re.compile(r"[\d.e+-]+(,[\d.e+-]+)+", re.IGNORECASE)
-# The key that a section stands for as an option: --loss arcface.
+# Short options of `train` and `compare`, and their keys: --loss arcface.
 _SECTIONS = {
     "--data": "--data.dataset",
     "--model": "--model.backbone",
+    "--labels-from-name": "--data.labels-from-name",
     **{f"--{section}": f"--{section}.name" for section in ("loss", "optimizer", "schedule")},
 }
 
@@ -145,7 +146,7 @@ def _prepare(tokens: list[str]) -> list[str]:
     prepared, lists = list[str](), list[str]()
     for word in tokens:
         name, _, value = word.partition("=")
-        if tokens[0] == "train" and name in _SECTIONS:
+        if tokens[0] in ("train", "compare") and name in _SECTIONS:
             word = word.replace(name, _SECTIONS[name], 1)
         option = prepared[-1] if prepared and re.fullmatch("--[^=]+", prepared[-1]) else ""
         if option and word in ("true", "false"):

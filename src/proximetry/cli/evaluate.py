@@ -19,6 +19,7 @@ from proximetry.cli.options import (
     Device,
     Document,
     Flag,
+    LabelsFromName,
     Neighbors,
     TableColumns,
 )
@@ -56,6 +57,7 @@ def evaluate(
     ] = None,
     bad_images: BadImages = "error",
     columns: TableColumns = None,
+    labels_from_name: LabelsFromName = None,
     device: Device = None,
     out: Document = None,
     as_json: AsJson = False,
@@ -106,7 +108,7 @@ def evaluate(
     if expand and similarity != "cosine":
         raise UsageError(f"--expand requires cosine similarity, got {similarity}. Omit --expand.")
     skip, skipped = bad_images == "skip", list[str]()
-    catalog: Any = open_images(name, path, columns, skip)  # without an embedder, of vectors
+    catalog: Any = open_images(name, path, columns, skip, labels_from_name)  # or of vectors
     catalog, split_name = evaluation_inputs.choose_split(catalog, split, data)
     dim = catalog.vectors.shape[1] if model is None else model.dim
     eval_dims = saved.eval_dims if eval_dims is None else eval_dims

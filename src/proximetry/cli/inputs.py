@@ -35,14 +35,23 @@ def load_embedder(source: Path, device: str | None) -> "Embedder":
 
 
 def open_images(
-    name: str, root: Path | None, columns: Mapping[str, str] | None, allow_missing: bool
+    name: str,
+    root: Path | None,
+    columns: Mapping[str, str] | None,
+    allow_missing: bool,
+    labels_from_name: str | None = None,
 ) -> "Catalog":
     """Open a dataset or a table, with a progress bar while its images are listed."""
     from proximetry.data import open_dataset
 
     with progress_bar("listing images") as report:
         return open_dataset(
-            name, root, columns=columns, allow_missing=allow_missing, progress=report
+            name,
+            root,
+            columns=columns,
+            labels_from_name=labels_from_name,
+            allow_missing=allow_missing,
+            progress=report,
         )
 
 

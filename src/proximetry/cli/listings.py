@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from proximetry._util.errors import UsageError
-from proximetry.cli.options import AsJson, TableColumns
+from proximetry.cli.options import AsJson, LabelsFromName, TableColumns
 from proximetry.cli.output import columns, print_result, wrap
 
 
@@ -118,6 +118,7 @@ def datasets(
     root: Path | None = None,
     *,
     names: TableColumns = None,
+    labels_from_name: LabelsFromName = None,
     as_json: AsJson = False,
 ) -> None:
     """List the datasets that can be read, or describe one: its splits, classes and images.
@@ -142,7 +143,7 @@ def datasets(
     if folder is None and not infos[name].built_in:
         print_result(as_json, facts[name], wrap(str(infos[name])))
         return
-    catalog = open_images(name, folder, names, allow_missing=False)
+    catalog = open_images(name, folder, names, False, labels_from_name)
     document = {
         "dataset": name,
         "root": str(catalog.root),

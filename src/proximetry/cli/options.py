@@ -46,6 +46,16 @@ BadImages = Annotated[
 ]
 
 
+LabelsFromName = Annotated[
+    str | None,
+    Parameter(
+        name=["--labels-from-name", "--data.labels-from-name"],
+        help="take classes from the names of the images, not from folders: auto for what comes "
+        "before the last separator and number, or a regular expression with a group.",
+    ),
+]
+
+
 def read_columns(kind: Any, tokens: Sequence[Token]) -> dict[str, str]:
     """Read path=file,label=category."""
     columns: dict[str, str] = {}

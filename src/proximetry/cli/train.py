@@ -35,8 +35,17 @@ def _read_value(kind: Any, tokens: tuple[Token, ...], *, as_text: bool = False) 
     return [] if values in ([""], [[]], [None]) else values  # cyclopts turns [] into ""
 
 
-def _option(kind: Any, default: Any, about: str) -> Any:
+COMMON = Group("Common", sort_key=0)
+OUTPUT = Group("Configuration and output", sort_key=1)
+_COMMON_KEYS = (
+    *("model.backbone", "model.image_size", "loss.name", "data.batch_size", "optimizer.lr"),
+    *("training.epochs", "training.max_time", "training.seed"),
+)
+
+
+def _option(key: str, kind: Any, default: Any, about: str) -> Any:
     """Return the type of the option of a key."""
+    group: Any = {"group": COMMON} if key in _COMMON_KEYS else {}
     members = [member for member in get_args(kind) if member is not type(None)]
     optional = type(None) in get_args(kind)
     kind = members[0] if optional and len(members) == 1 else kind
@@ -44,7 +53,7 @@ def _option(kind: Any, default: Any, about: str) -> Any:
     origin = get_origin(kind)
     plain = (kind is str and not optional) or (kind is bool and default != AUTO)
     if plain or origin is Literal:
-        return Annotated[kind, Parameter(help=about)]
+        return Annotated[kind, Parameter(help=about, **group)]
     if origin is dict:
         value: Any = Annotated[Any, Parameter(converter=_read_value)]
         pairs: Any = ColumnPairs if about.endswith("label=category") else dict[str, value]
@@ -52,24 +61,26 @@ def _option(kind: Any, default: Any, about: str) -> Any:
     hint: Any = tuple[Any, ...] if origin is tuple else Any
     word = {str: "STR", bool: "auto|true|false"}.get(kind, "N" if "int" in str(kind) else "X")
     read = partial(_read_value, as_text=kind is str)
-    return Annotated[hint, Parameter(help=about, metavar=word, converter=read)]
+    return Annotated[hint, Parameter(help=about, metavar=word, converter=read, **group)]
 
 
-def key_options(section: Any) -> Any:
+def key_options(section: Any, prefix: str = "") -> Any:
     """Return a dictionary type with an option for each key of a section."""
     hints: dict[str, Any] = {}
     if dataclasses.is_dataclass(section):
         kinds = type_hints(section)
         for field in dataclasses.fields(section):
-            hints[field.name] = _option(kinds[field.name], field.default, field.metadata["help"])
+            key, about = f"{prefix}{field.name}", field.metadata["help"]
+            hints[field.name] = _option(key, kinds[field.name], field.default, about)
     else:
         for name, info in section.model_fields.items():
             kind: Any = info.annotation
             is_section = isinstance(kind, type) and issubclass(kind, Section)
             if is_section or dataclasses.is_dataclass(kind):
-                hints[name] = key_options(kind)
+                hints[name] = key_options(kind, f"{prefix}{name}.")
             else:
-                hints[name] = _option(kind, info.default, info.description or "")
+                about = info.description or ""
+                hints[name] = _option(f"{prefix}{name}", kind, info.default, about)
     return TypedDict(f"{section.__name__}Options", hints, total=False)  # type: ignore[operator]
 
 
@@ -80,7 +91,7 @@ RecipeOptions: Any = Annotated[
         group=Group(
             "Keys of the recipe",
             help="Default: the value of the recipe, which --print-config prints.",
-            sort_key=1,
+            sort_key=2,
         ),
     ),
 ]
@@ -91,13 +102,13 @@ def train(
     out: Path | None = None,
     /,
     *,
-    recipe: str | None = None,
-    device: Device = None,
-    fresh: Flag = False,
-    config: Path | None = None,
-    print_config: Flag = False,
-    dry_run: Flag = False,
-    as_json: AsJson = False,
+    recipe: Annotated[str | None, Parameter(group=COMMON)] = None,
+    device: Annotated[Device, Parameter(group=COMMON)] = None,
+    fresh: Annotated[Flag, Parameter(group=COMMON)] = False,
+    dry_run: Annotated[Flag, Parameter(group=COMMON)] = False,
+    config: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
+    print_config: Annotated[Flag, Parameter(group=OUTPUT)] = False,
+    as_json: Annotated[AsJson, Parameter(group=OUTPUT)] = False,
     overrides: RecipeOptions = {},  # noqa: B006
 ) -> None:
     """Train an embedder on your images or from a recipe, or resume an interrupted run.
@@ -113,10 +124,10 @@ def train(
         recipe: for your images: a shipped recipe's name or a YAML file (see: proximetry recipes);
             default: `default` on a GPU, `default-cpu` elsewhere, `vectors` for vectors.
         fresh: remove the run in the folder, even if it is complete, and start over.
-        config: a YAML file with overrides; those on the command line take precedence.
-        print_config: print the recipe with all overrides, and exit.
         dry_run: validate everything, decode the images (at most 20 000), estimate time, disk and
             memory; write nothing.
+        config: a YAML file with overrides; those on the command line take precedence.
+        print_config: print the recipe with all overrides, and exit.
         overrides: keys of the recipe.
     """
     changes = read_yaml(config, "overrides") if config is not None else {}
@@ -174,6 +185,8 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
         if data.root is not None and resolve_source(data.root)[0] == data.dataset:
             test_source = images
         test_source += data_options
+        if data.labels_from_name is not None:
+            test_source += f" --labels-from-name {shlex.quote(data.labels_from_name)}"
     return "\n".join(
         [
             table,

@@ -26,6 +26,7 @@ from proximetry.data.folders import (
     SEPARATOR,
     layout,
     scan_folder,
+    scan_names,
     scan_shards,
     shard_members,
     split_shard_path,
@@ -248,13 +249,21 @@ class Catalog:
         return "\n".join([self.layout, *lines] if self.layout else lines)
 
     @classmethod
-    def from_folder(cls, root: AnyPath) -> Catalog:
+    def from_folder(cls, root: AnyPath, *, labels_from_name: str | None = None) -> Catalog:
         """Read a folder of folders: every sub-folder is a class, with all images below it.
 
         Sub-folders called train, val or test that hold folders are splits, and their sub-folders
         the classes. Skipped files and folders are named in `layout` and `notes`.
+
+        Args:
+            root: the folder.
+            labels_from_name: take classes from the names of the images instead: "auto" for what
+                comes before the last separator and number (boxer in boxer_12.jpg), or a regular
+                expression whose first group is the class.
         """
-        return cls(root=Path(root), **scan_folder(Path(root))._asdict())
+        rule, path = labels_from_name, Path(root)
+        scan = scan_folder(path) if rule is None else scan_names(path, rule)
+        return cls(root=path, **scan._asdict())
 
     @classmethod
     def from_shards(cls, files: AnyPath | Sequence[AnyPath]) -> Catalog:

@@ -7,6 +7,7 @@ not unpacked: one pass over their headers gives the offset of every member.
 import errno
 import io
 import os
+import re
 import stat
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from proximetry._util.formatting import join_first
+from proximetry._util.formatting import format_value, join_first
 
 SEPARATOR = "::"
 _KINDS = {
@@ -25,13 +26,17 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 EXTENSIONS = frozenset(
-    ".jpg .jpeg .png .webp .gif .tif .tiff .bmp .ppm .pgm .pbm .jp2 .avif".split()  # noqa: SIM905
+    ".jpg .jpeg .png .webp .gif .tif .tiff .bmp .ppm .pgm .pbm .jp2 .avif "  # noqa: SIM905
+    ".heic .heif".split()
 )
-# Formats of phones and cameras, which Pillow does not read.
-_RAW = (".heic", ".heif", ".jxl", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf")
+# Formats of cameras, which Pillow does not read.
+_RAW = (".jxl", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf")
 _SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 # Folders of archives, disks and file servers.
 _SYSTEM_FOLDERS = {"__MACOSX", "lost+found", "@eaDir", "$RECYCLE.BIN", "System Volume Information"}
+
+# "boxer_12", "boxer-12", "great dane (3)": the class, a separator, a number.
+_NUMBERED = re.compile(r"(.+?)[\s_.-]*(?:[\s_.-]\d+|\(\d+\))")
 
 Names = tuple[str, ...]
 
@@ -108,7 +113,7 @@ def scan_folder(root: Path) -> Scan:
         names = sorted(p.name for p in root.iterdir())
         raise ValueError(
             f"{root} holds no images in sub-folders; expected {root}/<class>/<image>.jpg, found "
-            f"{join_first(names) or 'nothing'}"
+            f"{join_first(names) or 'nothing'}{_flat_hint(root)}"
         )
     depth = 2 if splits else 1  # of class folders
     notes = []
@@ -132,6 +137,69 @@ def scan_folder(root: Path) -> Scan:
         tuple(splits.get(path[0], "all") for path in paths),
         layout(((f"{path[0]}/" if splits else "", path[depth - 1]) for path in paths), skipped),
         tuple(notes),
+    )
+
+
+def _flat_hint(root: Path) -> str:
+    """Return how to label images that are not in class folders, "" if there are none."""
+    if not images_below(root)[0]:
+        return ""
+    return (
+        ". For images without class folders, pass a CSV table with columns path,label, or "
+        "--data.labels-from-name auto if their names begin with the class"
+    )
+
+
+def label_of_name(name: str, rule: str) -> str:
+    """Return the class in the name of an image, "" if there is none.
+
+    ``auto`` takes what comes before the last separator and number: boxer in boxer_12.jpg. Else
+    the rule is a regular expression that is searched for in the name; its first group is the class.
+    """
+    if rule == "auto":
+        match = _NUMBERED.fullmatch(os.path.splitext(name)[0])
+    else:
+        match = re.search(rule, name)
+    return (match[1] or "") if match else ""
+
+
+def check_name_rule(rule: str) -> None:
+    """Raise a ValueError for a rule that is neither ``auto`` nor a pattern with a group."""
+    if rule == "auto":
+        return
+    try:
+        groups = re.compile(rule).groups
+    except re.error as error:
+        raise ValueError(f"labels_from_name is not a regular expression: {error}") from None
+    if not groups:
+        raise ValueError(f"labels_from_name has no group for the class, got {format_value(rule)}")
+
+
+def scan_names(root: Path, rule: str) -> Scan:
+    """Find the images below a folder; their names contain the classes, as in `label_of_name`.
+
+    If all images lie in folders called train, val or test, these are the splits.
+    """
+    check_name_rule(rule)
+    if not root.is_dir():
+        raise ValueError(f"{root} is not a folder; expected a folder of images")
+    paths, skipped = images_below(root)
+    labels = [label_of_name(path.rpartition("/")[2], rule) for path in paths]
+    unlabeled = [path for path, label in zip(paths, labels, strict=True) if not label]
+    if unlabeled or not paths:
+        raise ValueError(
+            f"labels_from_name {rule!r} finds no class in {len(unlabeled)} of {len(paths)} images "
+            f"of {root}: {join_first(unlabeled) or 'nothing'}. Pass another regular expression."
+        )
+    folders = [path.split("/", 1)[0].lower() if "/" in path else "" for path in paths]
+    has_splits = all(folder in _SPLITS for folder in folders)
+    rows = zip(folders, labels, strict=True)
+    return Scan(
+        tuple(paths),
+        tuple(labels),
+        tuple(_SPLITS[folder] if has_splits else "all" for folder in folders),
+        layout(((f"{folder}/" if has_splits else "", label) for folder, label in rows), skipped),
+        (),
     )
 
 

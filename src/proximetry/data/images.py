@@ -32,7 +32,9 @@ MAX_PIXELS = 89_478_485  # above it Pillow warns too
 MAX_SIDE = 65_535
 
 # Formats of untrusted files. Others start outside programs (EPS) or are rarely used.
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "MPO", "JPEG2000", "AVIF")
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "MPO", "JPEG2000", "AVIF", "HEIF")
+# How HEIC files begin, after the size of the first box.
+_HEIC = tuple(b"ftyp" + brand for brand in (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1"))
 
 # Pillow decodes lazily and not thread-safely: lock while decoding PIL images of the caller.
 _LOCKS = [Lock() for _ in range(64)]
@@ -165,11 +167,13 @@ def _open_checked(
 ) -> Iterator[Image.Image]:
     """Open a file of a supported format and size without decoding it, or raise an ImageError."""
     Image.init()
-    name, formats = _name(source), tuple(form for form in _FORMATS if form in Image.OPEN)
+    name = _name(source)
     with io.BytesIO(source) if isinstance(source, bytes) else open_bytes(name) as stream:
         try:
+            _register_heic(name, stream)
+            formats = tuple(form for form in _FORMATS if form in Image.OPEN)
             image = Image.open(stream, formats=formats)
-        except MemoryError:
+        except (ImageError, MemoryError):
             raise
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise ImageError(name, f"too large: {error}") from error
@@ -184,6 +188,17 @@ def _open_checked(
                 raise ImageError(name, "plain PNM, pixels written as text; save it as binary PNM")
             _check_size(*image.size, name, max_pixels)
             yield image
+
+
+def _register_heic(name: str, stream: Stream) -> None:
+    """Let Pillow read HEIC files if this is one, or raise an ImageError."""
+    start = stream.read(12)
+    stream.seek(0)
+    if start[4:] in _HEIC and "HEIF" not in Image.OPEN:
+        try:
+            import_optional("pillow_heif", "heic", "reading HEIC").register_heif_opener()
+        except ModuleNotFoundError as error:
+            raise ImageError(name, str(error)) from error
 
 
 def _decode_error(name: str, error: Exception) -> ImageError:

@@ -23,7 +23,7 @@ SHIPPED = Path(__file__).parent / "recipes"
 MAX_FILE_BYTES = 100_000
 
 # Keys that records of older runs contain, with the only value that still loads.
-REMOVED = {"loss.center": 0.0, "loss.quantization": 0.0}
+REMOVED: dict[str, Any] = {"loss.center": 0.0, "loss.quantization": 0.0, "training.wandb": None}
 
 # Defaults of the keys whose change resets other keys.
 DEFAULTS: dict[str, Any] = {"model.image_size": None, "model.dim": 512, "loss.name": "proxy_anchor"}

@@ -6,6 +6,7 @@ The YAML reader, the options of `proximetry train` and docs/recipe_keys.md are g
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -25,9 +26,10 @@ from pydantic.fields import FieldInfo
 
 from proximetry._util.errors import suggest
 from proximetry._util.files import atomic_write
-from proximetry._util.formatting import format_value, join_first, shorten
+from proximetry._util.formatting import format_value, join_first, parse_seconds, shorten
 from proximetry.data import FIELDS
 from proximetry.data.datasets import list_datasets
+from proximetry.data.folders import check_name_rule
 from proximetry.metrics.scores import COUNTS, Metrics
 from proximetry.models.constants import (
     CUSTOM,
@@ -64,10 +66,16 @@ def _check_text(text: str) -> str:
     raise ValueError(f"contains invalid characters, got {format_value(text)}")
 
 
+def _check_duration(text: str) -> str:
+    parse_seconds(text)
+    return text
+
+
 def _or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     return value if value == AUTO else check(value)
 
 
+CLASS_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")  # module:Class
 AUTO: Any = "auto"  # of any type, since it stands for numbers and flags too
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -79,6 +87,7 @@ Dim = Annotated[Count, Field(le=MAX_DIM)]
 Bits = Annotated[Count, Field(multiple_of=8, le=MAX_BITS)]
 Setting = bool | Integer | Number | str
 Text = Annotated[str, AfterValidator(_check_text)]
+Duration = Annotated[str, AfterValidator(_check_duration)]
 UserPath = Annotated[Text, AfterValidator(os.path.expanduser)]
 # These may be "auto" until `auto.choose` sets a value.
 AutoCount = Annotated[Count, WrapValidator(_or_auto)]
@@ -108,6 +117,12 @@ class DataConfig(Section):
     root: UserPath | None = _key(None, "path of the images; glyphs need none", role="path")
     columns: dict[str, Text] = _key(
         {}, "names of columns in a table if they differ: path=file,label=category"
+    )
+    labels_from_name: Text | None = _key(
+        None,
+        "take classes from the names of the images, not from folders: auto for what comes before "
+        "the last separator and number (boxer in boxer_12.jpg), or a regular expression whose "
+        "first group is the class",
     )
     short_side: Side | None = _key(
         None, "short side of the images in the pixel cache; null uses model.resize"
@@ -159,6 +174,8 @@ class DataConfig(Section):
         for name in self.columns:
             if name not in FIELDS:
                 raise ValueError(f"columns has no {format_value(name)}{suggest(name, FIELDS)}")
+        if self.labels_from_name is not None:
+            check_name_rule(self.labels_from_name)
         if not 0 < low <= high <= 1:
             raise ValueError(f"crop_scale must be increasing within 0 and 1, got {[low, high]}")
         if not 0 < narrow <= wide:
@@ -263,9 +280,15 @@ class ModelConfig(Section):
 class LossConfig(Section):
     """The loss and the terms added to it."""
 
-    name: str = _key(DEFAULTS["loss.name"], "a loss that `proximetry losses` lists")
+    name: str = _key(
+        DEFAULTS["loss.name"],
+        "a loss that `proximetry losses` lists, or module:Class for a custom one, which is called "
+        "as loss(embeddings, labels)",
+    )
     settings: dict[str, Setting] = _key(
-        {}, "settings of the loss; on the command line such as --loss.settings.alpha 32"
+        {},
+        "settings of the loss; on the command line such as --loss.settings.alpha 32. A custom one "
+        "also gets num_classes and dim if it has such arguments",
     )
     exclusive: Number = _key(
         0.0, "weight of RegularFace's exclusive term, ramped up with sphereface's annealing", ge=0
@@ -289,7 +312,7 @@ class LossConfig(Section):
         for key in ("exclusive", "angular_center"):
             if self.sharded and getattr(self, key):
                 raise ValueError(f"{key} and sharded exclude each other")
-        if self.name.startswith(CUSTOM):
+        if self.name.startswith(CUSTOM) or CLASS_PATH.fullmatch(self.name):
             return self
         where = "name: "
         try:
@@ -335,6 +358,9 @@ class ScheduleConfig(Section):
     at: tuple[Count, ...] = _key((), "epochs of the drops (milestones)")
     factor: Number = _key(0.5, "factor of the learning rates at a drop", gt=0, le=1)
     patience: Count = _key(4, "evaluations without improvement before a drop (plateau)")
+    warmup_steps: Integer = _key(
+        0, "steps at the start over which the learning rates rise linearly", ge=0
+    )
     freeze_backbone_epochs: Integer = _key(
         0, "epochs at the start that train the head and the proxies only", ge=0
     )
@@ -345,6 +371,17 @@ class TrainingConfig(Section):
 
     epochs: AutoCount = _key(
         60, "number of epochs; auto chooses by the number of training images", role="duration"
+    )
+    max_steps: Count | None = _key(
+        None,
+        "end training after this many steps, also within an epoch; a cosine schedule ends there",
+        role="duration",
+    )
+    max_time: Duration | None = _key(
+        None,
+        "end training in time for the results to be complete after this duration, such as 10m or "
+        "2h; the schedule still spans the epochs",
+        role="duration",
     )
     seed: Annotated[int, Field(strict=True)] = _key(0, "random seed of the run", ge=0, lt=2**63)
     precision: Literal["auto", "float32", "bfloat16", "float16"] = _key(
@@ -385,7 +422,33 @@ class TrainingConfig(Section):
         "find the number of epochs and the learning-rate drops on half of the classes, then train "
         "on all (Teh et al. 2020)",
     )
-    wandb: Text | None = _key(None, "project to report to at Weights & Biases", role="runtime")
+    tracker: Literal["none", "tensorboard", "wandb", "mlflow"] = _key(
+        "tensorboard",
+        "where to log the epochs: in TensorBoard files (if it is installed), or to Weights & "
+        "Biases or MLflow; a resumed run continues there",
+        role="runtime",
+    )
+    project: Text | None = _key(
+        None,
+        "project at Weights & Biases, experiment at MLflow; null for proximetry",
+        role="runtime",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key in ("max_steps", "max_time"):
+            if self.two_stages and getattr(self, key) is not None:
+                raise ValueError(f"{key} and two_stages exclude each other")
+        return self
+
+    def duration(self) -> list[Any]:
+        """Return the limits that a run can be extended by."""
+        return [self.epochs, self.max_steps, self.max_time]
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Return the number of steps of a run that does not end early."""
+        steps: int = self.epochs * steps_per_epoch
+        return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def is_over(self, epochs: int, stale: int) -> bool:
         """Return whether a run ends after these epochs and evaluations without improvement."""
@@ -481,7 +544,8 @@ class Recipe(Section):
             values = merge(plain_values(source), overrides or {})
             for key, value in REMOVED.items():
                 section, _, name = key.partition(".")
-                if isinstance(keys := values.get(section), dict) and keys.get(name) == value:
+                keys = values.get(section)
+                if isinstance(keys, dict) and name in keys and keys[name] == value:
                     del keys[name]
             return cls.model_validate(values)
         except ValidationError as error:

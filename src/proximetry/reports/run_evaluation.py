@@ -234,7 +234,13 @@ def _open(
     name, path = resolve_source(source, root)
     if columns is None and name in TABLES:
         columns = data.columns
-    return open_dataset(name, path, columns=columns, allow_missing=data.bad_images == "skip")
+    return open_dataset(
+        name,
+        path,
+        columns=columns,
+        labels_from_name=data.labels_from_name if name == "folder" else None,
+        allow_missing=data.bad_images == "skip",
+    )
 
 
 def _evaluated_images(

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 from proximetry._util.imports import lazy_exports
 
 if TYPE_CHECKING:
+    from proximetry.reproduce.comparison import *
     from proximetry.reproduce.runner import *
     from proximetry.reproduce.table import *
 
 _EXPORTS = {
+    "comparison": "compare",
     "runner": "Interrupted reproduce",
     "table": "ReproduceError ReproduceOptions RunsFailedError Table list_tables shipped_tables",
 }

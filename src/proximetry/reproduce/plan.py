@@ -16,6 +16,7 @@ from proximetry.reproduce.table import (
     Table,
     shipped_tables,
 )
+from proximetry.training.metrics_table import WITH_DISTRACTORS
 from proximetry.training.schedule import drop_epochs
 
 _NEVER = 1_000_000  # interval of evaluations beyond the epochs of any run
@@ -69,6 +70,9 @@ def command_for(
     Args:
         selected: the rows whose epoch is also selected.
     """
+    if table.comparison:
+        names, numbers = " ".join(row.name for row in table.rows), " ".join(map(str, seeds))
+        return f"proximetry compare IMAGES --losses {names} --seeds {numbers}"
     model, default = recipe["model"], table.recipe_values(table.row(row)).get("model", {})
     datasets = {table.dataset(row) for row in table.rows}
     data = datasets.pop().upper() if len(datasets) == 1 else "DATA"
@@ -132,6 +136,8 @@ def make_run(
         if recipe.evaluation.protocol != "last" or recipe.training.two_stages:
             raise RecipeError("the rows of a table have evaluation.protocol last and no two_stages")
         computed = [*recipe.evaluation.metrics.names(), *SEPARABILITY]
+        if kind == "held_out":
+            computed.append(f"{recipe.evaluation.select_by} {WITH_DISTRACTORS}")
         missing = [metric for metric in table.metrics if metric not in computed]
         if missing:
             raise RecipeError(f"evaluation.metrics has no {missing[0]}, a column of the table")

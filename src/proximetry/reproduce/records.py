@@ -13,6 +13,7 @@ from proximetry.recipe.loading import differences, validation_message
 from proximetry.recipe.schema import Recipe, Section
 from proximetry.reproduce.plan import Kind, PlannedRun, run_id
 from proximetry.reproduce.table import ReproduceError, Row, Table, slugify
+from proximetry.training.metrics_table import WITH_DISTRACTORS
 
 RUNS = "runs.jsonl"
 
@@ -67,6 +68,8 @@ class Record(Section):
             line = next((line for line in self.curve if line["epoch"] == epoch), {})
         split = "held_out" if self.kind == "held_out" else "test"
         metrics: dict[str, Any] = {**line.get(split, {}), **line.get("proxies", {})}
+        for name, value in metrics.get("with_distractors", {}).items():
+            metrics[f"{name} {WITH_DISTRACTORS}"] = value
         return metrics if dim is None else metrics.get("dims", {}).get(str(dim), {})
 
     def write(self, folder: Path) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from proximetry._util.machine import resolve_device
 from proximetry.data import Catalog, list_datasets, open_dataset
 from proximetry.models import Embedder
 from proximetry.models.backbones import check_name
+from proximetry.models.constants import VECTOR_BACKBONES
 from proximetry.recipe.schema import AUTO, Recipe
 from proximetry.reproduce.figures import draw
 from proximetry.reproduce.plan import PlannedRun, make_run, plan
@@ -36,7 +37,7 @@ from proximetry.reproduce.table_page import page
 from proximetry.training.evaluator import evaluate_embedder
 from proximetry.training.run import FOLLOW_PARENT, Stopped
 from proximetry.training.run_folder import RunFolder
-from proximetry.training.sources.training_data import split_rows
+from proximetry.training.sources.training_data import open_catalog, split_rows
 
 Report = Callable[[str], None]
 Child = subprocess.Popen[bytes]
@@ -135,12 +136,13 @@ def reproduce(
     device = resolve_device(options.device, float64=True)
     on_gpu = device.type == "cuda"
     runs = plan(loaded, options, on_gpu)
-    for name in dict.fromkeys(run.recipe.model.backbone for run in runs):
+    for name in {run.recipe.model.backbone for run in runs}.difference(VECTOR_BACKBONES):
         check_name(name)
-    names = dict.fromkeys(run.recipe.data.dataset for run in runs)
-    datasets = {name: _find_data(loaded, name, data) for name in names}
+    configs = {run.recipe.data.dataset: run.recipe for run in runs}
+    datasets = {name: _find_data(loaded, recipe, data) for name, recipe in configs.items()}
     with _lock(folder, report):
         existing = _check_existing(loaded, folder, options, on_gpu)
+        _check_same_images(folder, existing.values(), datasets)
         if not options.keep_runs:
             _remove_temporary_files(folder, [run.id for run in runs if run.id in existing])
         remaining = [run for run in runs if run.id not in existing]
@@ -245,10 +247,14 @@ def _make_record(
         startup_seconds=results["startup_seconds"],
         curve=[{k: line[k] for k in _CURVE if k in line} for line in job.folder.history()],
         parallel=job.parallel,
-        images={split: len(catalog.rows(*names)) for split, names in _SPLITS.items()},
+        images=_count_images(catalog),
         views=_evaluate_views(job, table, catalog) if table.views else None,
         epochs_overridden=options.epochs is not None,
     )
+
+
+def _count_images(catalog: Catalog) -> dict[str, int]:
+    return {split: len(catalog.rows(*names)) for split, names in _SPLITS.items()}
 
 
 def summarize(table: Table, record: Record) -> str:
@@ -292,14 +298,20 @@ def _failure(job: Job, code: int) -> ReproduceError:
     return ReproduceError(last.removeprefix("proximetry: ") + log)
 
 
-def _find_data(table: Table, name: str, data: str | Path | None) -> tuple[str | None, Catalog]:
-    """Return the folder of a dataset of the table, and its catalog."""
+def _find_data(table: Table, recipe: Recipe, data: str | Path | None) -> tuple[str | None, Catalog]:
+    """Return the folder of a dataset of the table, and its catalog.
+
+    Without ``data``, a recipe may name the folder itself.
+    """
+    name = recipe.data.dataset
     info = list_datasets()[name]
     if info.built_in:
         return None, open_dataset(name)
     hint = f"Pass as --data the folder of {info}, or a folder that holds it as {name}/"
     if data is None:
-        raise ReproduceError(f"--data is missing. {hint}")
+        if recipe.data.root is None:
+            raise ReproduceError(f"--data is missing. {hint}")
+        return recipe.data.root, open_catalog(recipe)
     outer = Path(data).expanduser()
     root = (outer / name if (outer / name).exists() else outer).absolute()
     splits = {"train": info.train, "test": info.test}
@@ -352,6 +364,18 @@ def _check_existing(
             )
         check_same(where, Recipe.load(record.recipe), run)
     return records
+
+
+def _check_same_images(
+    folder: Path, records: Iterable[Record], datasets: Mapping[str, tuple[Any, Catalog]]
+) -> None:
+    """Raise if an existing run was trained on another number of images."""
+    for record in records:
+        name = record.recipe["data"]["dataset"]
+        if name in datasets and record.images not in (None, _count_images(datasets[name][1])):
+            raise ReproduceError(
+                f"{folder / RUNS}: {record.id} was trained on other images. Use another --out."
+            )
 
 
 def _check_interrupted(job: Job) -> None:

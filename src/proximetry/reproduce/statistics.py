@@ -1,8 +1,9 @@
-"""Means and standard deviations over seeds, and whether a claim holds."""
+"""Means and standard deviations over seeds, claims, and differences between rows."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import fmean, stdev, variance
 from typing import Any, Literal
 
@@ -37,6 +38,12 @@ class Sample:
         """The sample standard deviation; None for a single value."""
         return stdev(self.values) if len(self.values) > 1 else None
 
+    @property
+    def ci_half_width(self) -> float | None:
+        """Half the 95 % confidence interval of the mean; None for a single value."""
+        n = len(self.values)
+        return None if self.std is None else _quantile(n - 1, 0.95) * self.std / math.sqrt(n)
+
     def __str__(self) -> str:
         return f"{self.mean:.1f}" if self.std is None else f"{self.mean:.1f} ± {self.std:.1f}"
 
@@ -51,8 +58,12 @@ def sample(
     return Sample(values) if values else None
 
 
-def ci_half_width(a: Sample, b: Sample) -> float | None:
-    """Return half the 95 % confidence interval of the difference of two means (Welch's t-test).
+def _quantile(freedom: float, confidence: float) -> float:
+    return float(student_t.ppf((1 + confidence) / 2, freedom))
+
+
+def ci_half_width(a: Sample, b: Sample, confidence: float = 0.95) -> float | None:
+    """Return half the confidence interval of the difference of two means (Welch's t-test).
 
     The samples have the same size. None for single values, and for values without any spread.
     """
@@ -62,7 +73,7 @@ def ci_half_width(a: Sample, b: Sample) -> float | None:
         return None
     share = variance(a.values) / spread
     freedom = (n - 1) / (share**2 + (1 - share) ** 2)
-    return float(student_t.ppf(0.975, freedom) * math.sqrt(spread / n))
+    return _quantile(freedom, confidence) * math.sqrt(spread / n)
 
 
 @dataclass(frozen=True)
@@ -98,3 +109,39 @@ def compare_claim(claim: Claim, results: Results) -> ClaimResult:
     elif limit is None or abs(difference) <= limit:
         verdict = "no significant difference"
     return ClaimResult(verdict, published, difference, limit, seeds)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference of two rows over their common seeds, in percentage points."""
+
+    better: str
+    worse: str
+    mean: float
+    ci_half_width: float | None
+    seeds: int
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether the confidence interval excludes 0."""
+        return self.ci_half_width is not None and self.mean > self.ci_half_width
+
+
+def pairwise_differences(results: Results, metric: str) -> list[Difference]:
+    """Compare all pairs of rows; all intervals together have a confidence of 95 % (Bonferroni)."""
+    runs = {
+        name: {r.seed: r for r in records if metric in r.metrics()}
+        for name, records in results.runs_of.items()
+    }
+    pairs = [(a, b) for a, b in combinations(runs, 2) if runs[a].keys() & runs[b].keys()]
+    differences = []
+    for pair in pairs:
+        seeds = sorted(runs[pair[0]].keys() & runs[pair[1]].keys())
+        samples = {
+            name: Sample(tuple(100 * runs[name][seed].metrics()[metric] for seed in seeds))
+            for name in pair
+        }
+        (better, a), (worse, b) = sorted(samples.items(), key=lambda item: -item[1].mean)
+        half_width = ci_half_width(a, b, 1 - 0.05 / len(pairs))
+        differences.append(Difference(better, worse, a.mean - b.mean, half_width, len(seeds)))
+    return sorted(differences, key=lambda one: -one.mean)

@@ -146,6 +146,7 @@ class Table(Section):
         claims: the published order of the rows.
         selection: whether the epoch is also selected on held-out classes, or the rows for which.
         differences: how the table's setting differs from the published one, one text each.
+        comparison: whether the rows, which are losses, are compared with each other (`compare`).
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
@@ -164,6 +165,7 @@ class Table(Section):
     selection: Flag | tuple[str, ...] = False
     figure: Figure | None = None
     differences: tuple[str, ...] = ()
+    comparison: Flag = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:

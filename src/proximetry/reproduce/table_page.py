@@ -8,13 +8,13 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from proximetry._util.formatting import format_int
+from proximetry._util.formatting import format_int, pluralize
 from proximetry.data import list_datasets
 from proximetry.recipe.schema import DataConfig, Recipe
 from proximetry.reproduce.figures import curve, explain_missing_seconds, figure_names
 from proximetry.reproduce.plan import command_for
 from proximetry.reproduce.records import Record, Results
-from proximetry.reproduce.statistics import compare_claim, sample
+from proximetry.reproduce.statistics import compare_claim, pairwise_differences, sample
 from proximetry.training.schedule import drop_epochs
 
 _TEMPLATES = Environment(
@@ -48,6 +48,60 @@ def grid(columns: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
     return "\n".join([line(names), "|" + "---|" * len(names), *map(line, lines)])
 
 
+def comparison(results: Results) -> str:
+    """Return the means of all rows, best first, and which differences are significant."""
+    computed, several = (
+        {key for run in results.runs for key in run.metrics()},
+        len(results.seeds) > 1,
+    )
+    metrics = [name for name in results.table.metrics if name in computed]
+    lines = []
+    for name, runs in results.runs_of.items():
+        samples = [sample(runs, metric) for metric in metrics]
+        if samples[0] is not None:
+            cells = [
+                "—" if s is None else f"{s.mean:.1f}{_plus_minus(s.ci_half_width)}" for s in samples
+            ]
+            lines.append((samples[0].mean, [name, *cells, f"{_mean_seconds(runs)}"]))
+    ranked = [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
+    tested = pairwise_differences(results, metrics[0])
+    verdicts = [
+        [
+            f"{one.better} above {one.worse}",
+            f"{one.mean:+.1f}{_plus_minus(one.ci_half_width)}",
+            "significant" if one.is_significant else "no significant difference",
+        ]
+        for one in tested
+    ]
+    interval = "mean ± 95 % confidence interval over the seeds" if several else "one seed"
+    note = "One seed: no difference is tested. Pass two seeds or more."
+    if several:
+        note = (
+            "± is the confidence interval of Welch's t-test, 95 % for all differences together "
+            f"(Bonferroni, {pluralize(len(tested), 'test')}). It covers the seeds, not the choice "
+            "of the images."
+        )
+    parts = [
+        _aligned(["loss", *metrics, "seconds"], ranked),
+        f"Percent on the held-out classes at the last epoch, {interval}; seconds of training.",
+        _aligned(["difference", metrics[0], "verdict"], verdicts),
+        note,
+    ]
+    return "\n\n".join(parts)
+
+
+def _plus_minus(half_width: float | None) -> str:
+    return "" if half_width is None else f" ± {half_width:.1f}"
+
+
+def _aligned(head: list[str], rows: list[list[str]]) -> str:
+    """Return a table in Markdown whose columns are aligned, for the terminal too."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [head, ["-" * width for width in widths], *rows]
+    padded = ([cell.ljust(w) for cell, w in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+
+
 def _values(values: Iterable[Any], missing: str = "the network's default") -> str:
     """Return the distinct values, separated by commas; ``missing`` stands for None."""
     texts = (
@@ -65,6 +119,7 @@ def _render(template: str, results: Results, **values: Any) -> str:
     values |= {"table": table, "results": results}
     if results.runs:
         values |= _training_settings(results) | _differences(results)
+        values["comparison"] = table.comparison and comparison(results)
         values["ranking"] = table.protocol == "held_out" and _ranking(results)
         values["not_run"] = [name for name, runs in results.runs_of.items() if not runs]
         claims = [(claim, compare_claim(claim, results)) for claim in table.claims]

@@ -16,6 +16,7 @@ from proximetry.recipe.schema import Recipe  # noqa: E402
 
 if TYPE_CHECKING:
     from proximetry.training.callbacks import Callback
+    from proximetry.training.embedding_transformer import EmbeddingTransformer
     from proximetry.training.errors import RankError, RunError
     from proximetry.training.evaluator import evaluate_embedder
     from proximetry.training.run import Stopped
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Callback",
+    "EmbeddingTransformer",
     "RankError",
     "Recipe",
     "RecipeError",
@@ -41,6 +43,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "callbacks": ("Callback",),
+        "embedding_transformer": ("EmbeddingTransformer",),
         "evaluator": ("evaluate_embedder",),
         "errors": ("RankError", "RunError"),
         "run": ("Stopped",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 
 from proximetry._util.errors import UsageError
-from proximetry._util.imports import import_optional
 from proximetry.data import VectorCatalog
 from proximetry.kernels.layers import fuse
 from proximetry.losses import parameter_groups
@@ -28,7 +28,7 @@ from proximetry.models.lora import add_lora
 from proximetry.recipe.auto import choose
 from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe
-from proximetry.training.custom_components import Components
+from proximetry.training.custom_components import Components, load_loss
 from proximetry.training.distributed import World, device_facts
 from proximetry.training.errors import RunError
 from proximetry.training.evaluator import Evaluator, check_input
@@ -40,6 +40,7 @@ from proximetry.training.sources.image_data import ImageData
 from proximetry.training.sources.torch_dataset import TorchDatasetData, TorchDatasets
 from proximetry.training.sources.training_data import TrainingData, open_catalog
 from proximetry.training.sources.vector_data import CachedFeatures, VectorData
+from proximetry.training.trackers import check_tracker
 from proximetry.training.updater import Objective, Updater
 
 Report = Callable[[str], None]
@@ -79,8 +80,7 @@ def build(
     With ``open_cache=False`` no image is decoded and `batches` is unusable.
     """
     clock, world, report = Stopwatch(), context.world, context.display.message
-    if recipe.training.wandb:
-        import_optional("wandb", None, "training.wandb")
+    check_tracker(recipe)
     # `true` raises if the graph cannot be recorded; "auto" reports it and continues without.
     on_graph_failure = None if recipe.training.cuda_graph is True else report
     embedder, data = make_data(recipe, context)
@@ -107,6 +107,8 @@ def build(
     if graph:
         fuse(embedder)
     loss = copy.deepcopy(context.components.loss)
+    if loss is None:
+        loss = load_loss(recipe.loss, len(data.class_names), embedder.dim)
     objective = Objective(recipe.loss, data.class_names, embedder.dim, loss).to(world.device)
     updater = Updater(
         recipe,
@@ -119,6 +121,8 @@ def build(
         stage=data.stage,
     )
     evaluated_embedder = embedder if updater.average is None else updater.average
+    steps_per_epoch = len(data.sampler)
+    epochs = math.ceil(recipe.training.total_steps(steps_per_epoch) / steps_per_epoch)
     initial = [group["lr"] for group in updater.optimizer.param_groups]
     return Run(
         recipe=recipe,
@@ -127,7 +131,7 @@ def build(
         data=data,
         updater=updater,
         evaluator=Evaluator(recipe, evaluated_embedder, data, graph, on_graph_failure),
-        rates=LearningRates(recipe.schedule, recipe.training.epochs, initial),
+        rates=LearningRates(recipe.schedule, epochs, initial),
         clock=clock,
         state=TrainState(
             loss_sum=torch.zeros((), dtype=torch.float64, device=world.device),

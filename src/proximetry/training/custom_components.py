@@ -1,8 +1,11 @@
 """Custom components of a run: the arguments ``data``, ``embedder`` and ``loss`` of `train`."""
 
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from os import PathLike
 from typing import Any
 
@@ -13,7 +16,8 @@ from proximetry._util.formatting import format_value
 from proximetry.data import Catalog
 from proximetry.models import Embedder
 from proximetry.models.constants import CUSTOM
-from proximetry.recipe.schema import AUTO, Recipe
+from proximetry.recipe.loading import RecipeError
+from proximetry.recipe.schema import AUTO, CLASS_PATH, LossConfig, Recipe
 from proximetry.training.sources.torch_dataset import TorchDatasets, torch_datasets
 
 
@@ -73,6 +77,30 @@ def _describe_embedder(recipe: Recipe, embedder: Any) -> dict[str, Any]:
     if embedder.is_custom and recipe.training.cuda_graph == AUTO:
         keys["training.cuda_graph"] = False  # its forward pass may differ from call to call
     return keys
+
+
+def load_loss(config: LossConfig, num_classes: int, dim: int) -> nn.Module | None:
+    """Return the loss ``module:Class`` of a recipe; None for a loss of the package.
+
+    The module may be in the working folder.
+    """
+    if config.name.startswith(CUSTOM) or not CLASS_PATH.fullmatch(config.name):
+        return None
+    module, _, name = config.name.partition(":")
+    if "" not in sys.path and os.getcwd() not in sys.path:  # as with python -m
+        sys.path.insert(0, os.getcwd())
+    try:
+        loss = getattr(import_module(module), name)
+        if isinstance(loss, type):
+            if not issubclass(loss, nn.Module):  # a recipe cannot call anything else
+                raise TypeError(f"{name} is not a torch.nn.Module")
+            sizes = {"num_classes": num_classes, "dim": dim}
+            taken = inspect.signature(loss).parameters
+            sizes = {key: size for key, size in sizes.items() if key in taken}
+            loss = loss(**sizes | config.settings)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise RecipeError(f"loss.name {config.name}: {error}") from error
+    return _as_module(loss)
 
 
 class _Function(nn.Module):

@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from proximetry._util.formatting import pluralize, readable_seconds, readable_size, truncate_lines
+from proximetry._util.formatting import (
+    parse_seconds,
+    pluralize,
+    readable_seconds,
+    readable_size,
+    truncate_lines,
+)
 from proximetry.data.images import ImageError
 from proximetry.data.loader import decode, parallel_map
 from proximetry.data.pixel_cache import Bad, cache_home, describe_duplicates, raise_unreadable
@@ -84,7 +90,7 @@ def dry_run(
         if saved is not None:
             check_rows(saved, run.recipe, run.data.catalog)
         notes.lines.remove(run.choices[0])
-        epochs = run.recipe.training.epochs
+        epochs = run.rates.epochs
         state = "new; the complete run there will be removed" if replaces else "new"
         if saved is not None and (saved.checkpoint is None or saved.is_complete(run.recipe)):
             state, epochs = "already complete", 0
@@ -122,6 +128,8 @@ def _estimate(run: Run, notes: _Notes, state: str, epochs: int) -> dict[str, Any
     if storage.missing and isinstance(data, ImageData):
         decodings = storage.missing / storage.pixels * (images + len(data.rows_of_second_cache()))
         seconds["decoding"] = decodings * decoded.seconds_per_image
+    if recipe.training.max_time is not None:
+        seconds["training"] = min(seconds["training"], parse_seconds(recipe.training.max_time))
     seconds["evaluation"] = epochs and _images_evaluated(run, epochs) / evaluation_rate
     return {
         "data": {

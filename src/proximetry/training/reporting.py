@@ -1,4 +1,4 @@
-"""Progress on the terminal, in TensorBoard and in Weights & Biases."""
+"""Progress of a run on the terminal."""
 
 import sys
 import time
@@ -8,65 +8,11 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from torch import Tensor
 
-from proximetry._util.files import name_write_errors, read_json
 from proximetry._util.formatting import format_int, printable, readable_seconds
-from proximetry.recipe.loading import flatten
 from proximetry.training.metrics_table import metric_title
 
 if TYPE_CHECKING:
     from proximetry.training.run import Run
-
-
-class Trackers(AbstractContextManager[Any]):
-    """TensorBoard if it is installed, Weights & Biases if the recipe sets it; on rank 0."""
-
-    _board: Any = None
-    _run: Any = None
-
-    def on_start(self, run: "Run") -> None:
-        """Open both; a resumed run replaces the epochs since its checkpoint."""
-        if not run.world.is_main:
-            return
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(
-                str(run.folder.path / "tensorboard"),
-                purge_step=run.state.epoch + 1 if run.state.step else None,
-            )
-        except ImportError:
-            pass  # metrics.jsonl has everything
-        if run.recipe.training.wandb:
-            import wandb
-
-            # A resumed run keeps its id.
-            self._run = wandb.init(
-                project=run.recipe.training.wandb,
-                config=run.recipe.to_dict(),
-                dir=str(run.folder.path),
-                id=read_json(run.folder.environment, 10**6).get("id"),
-                resume="allow",
-            )
-
-    def on_epoch_end(self, run: "Run", line: dict[str, Any]) -> None:
-        """Log the metrics of an epoch."""
-        values = {key.replace(".", "/"): value for key, value in flatten(line).items()}
-        flat = {key: value for key, value in values.items() if isinstance(value, (int, float))}
-        if self._board is not None:
-            with name_write_errors(run.folder.path / "tensorboard"):
-                for name, value in flat.items():
-                    self._board.add_scalar(name, value, line["epoch"])
-                self._board.flush()
-        if self._run is not None:
-            self._run.log(flat, step=line["step"])
-
-    on_untrained = on_epoch_end
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self._board is not None:
-            self._board.close()
-        if self._run is not None:
-            self._run.finish(exit_code=0 if kind is None else 1)
 
 
 class Display(AbstractContextManager[Any]):
@@ -156,7 +102,7 @@ class RichDisplay(PlainDisplay):
 
     def on_start(self, run: "Run") -> None:
         """Set the length of the bar."""
-        steps = run.recipe.training.epochs * len(run.data.sampler)
+        steps = run.recipe.training.total_steps(len(run.data.sampler))
         self._progress.reset(
             self._task, description="training", total=steps, completed=run.state.step, figures=""
         )

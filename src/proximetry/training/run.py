@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from proximetry._util.formatting import parse_seconds
 from proximetry.recipe.schema import Recipe
 from proximetry.training.distributed import World
 from proximetry.training.errors import RunError
@@ -113,7 +114,7 @@ class TrainState:
         best_epoch: the selected epoch so far.
         best_value: its selection metric.
         stale: evaluations since the last improvement.
-        finished: ``training.epochs`` of the recipe when a callback ended the run, if one did.
+        finished: `TrainingConfig.duration` when a limit or a callback ended the run, if one did.
         lines: the lines of metrics.jsonl, which a resumed run writes again.
     """
 
@@ -125,7 +126,7 @@ class TrainState:
     best_epoch: int | None = None
     best_value: float | None = None
     stale: int = 0
-    finished: int | None = None
+    finished: list[Any] | None = None
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def advance(self, loss: Tensor) -> None:
@@ -136,12 +137,12 @@ class TrainState:
         self.batch += 1
         self.step += 1
 
-    def end_epoch(self, batches: int) -> dict[str, Any]:
-        """Count an epoch of this number of batches; return epoch, step and mean loss."""
+    def end_epoch(self) -> dict[str, Any]:
+        """Count an epoch; return epoch, step and mean loss."""
+        mean = self.loss_sum.item() / self.batch
+        self.loss_sum.zero_()
         self.epoch += 1
         self.batch = 0
-        mean = self.loss_sum.item() / batches
-        self.loss_sum.zero_()
         return {"epoch": self.epoch, "step": self.step, "loss": mean}
 
     def observe(self, value: float) -> bool:
@@ -196,17 +197,30 @@ class Run:
         return modules if u.average is None else {**modules, "average": u.average}
 
     def is_over(self) -> bool:
-        """Return whether all epochs are done, or early stopping or a callback ends the run."""
+        """Return whether all epochs are done, or a limit or a callback ends the run."""
         t, state = self.recipe.training, self.state
-        return state.finished == t.epochs or t.is_over(state.epoch, state.stale)
+        return state.finished == t.duration() or t.is_over(state.epoch, state.stale)
+
+    def reached_limit(self) -> str:
+        """Return which of training.max_steps and max_time ends the run now, "" for neither."""
+        t, step = self.recipe.training, self.state.step
+        if t.max_steps is not None and step >= t.max_steps:
+            return f"stopped after step {step}: training.max_steps {t.max_steps}"
+        if t.max_time is None:
+            return ""
+        evaluations = (line.get("evaluation_seconds", 0.0) for line in self.state.lines)
+        needed = sum(self.clock.elapsed().values()) + max(evaluations, default=0.0)
+        if not self.world.any(needed >= parse_seconds(t.max_time)):
+            return ""
+        return f"stopped after step {step}: training.max_time {t.max_time}"
 
     def early_stop_reason(self) -> str:
         """Return why the run ended before its last epoch, "" if it did not."""
         state, selection = self.state, self.selection()
-        if state.epoch >= self.recipe.training.epochs:
+        if state.epoch >= self.recipe.training.epochs or self.reached_limit():
             return ""
         stopped = f"stopped early after epoch {state.epoch}"
-        if selection is None or state.finished == self.recipe.training.epochs:
+        if selection is None or state.finished == self.recipe.training.duration():
             return f"{stopped}: a callback called run.finish()"
         return (
             f"{stopped}: no improvement of {selection_title(*selection)} in {state.stale} "
@@ -235,7 +249,7 @@ class Run:
         """Return whether the embedder is evaluated and saved after this epoch."""
         epoch = self.state.epoch
         every = self.recipe.evaluation_interval(bool(self.watched_splits()))
-        return epoch % every == 0 or epoch == self.recipe.training.epochs
+        return epoch % every == 0 or self.is_over()
 
     def keeps_checkpoint(self) -> bool:
         """Return whether the checkpoint of this epoch is kept."""

@@ -1,6 +1,7 @@
 """The folder of a run: recipe, environment, metrics, checkpoints, results, the embedder."""
 
 import json
+import math
 import platform
 import shlex
 import shutil
@@ -94,7 +95,7 @@ class SavedRun:
         if old.exists() and new.exists() and not old.samefile(new):  # else it may have moved
             changed = changed or [f"model.weights {old} → {new}"]
         before, now, problem = self.recipe.training, recipe.training, ""
-        extended = before.epochs != now.epochs
+        extended = (before.epochs, before.max_steps) != (now.epochs, now.max_steps)
         if changed:
             problem = f"was started with another recipe: {', '.join(changed)}"
         elif self.path.name == FIRST_STAGE and (extended or before.stop_after != now.stop_after):
@@ -102,7 +103,8 @@ class SavedRun:
         elif not extended:
             return
         elif recipe.schedule.name == "cosine":
-            problem = f"has a cosine schedule over {before.epochs} epochs and cannot be extended"
+            length = f"{before.max_steps} steps" if before.max_steps else f"{before.epochs} epochs"
+            problem = f"has a cosine schedule over {length} and cannot be extended"
         elif self.checkpoint is None:
             problem = "has no checkpoint"
         else:
@@ -110,6 +112,8 @@ class SavedRun:
             done = state["epoch"] + (state["batch"] > 0)
             if now.epochs < done:
                 problem = f"is in epoch {done}, past training.epochs {now.epochs}"
+            elif state["step"] > (now.max_steps or math.inf):
+                problem = f"is after step {state['step']}, past training.max_steps {now.max_steps}"
         if problem:
             raise RunError(f"the run in {self.path} {problem}. {_REMEDY}")
 
@@ -129,9 +133,9 @@ class SavedRun:
         return bool(state["epoch"] == epochs and over)
 
     def was_finished(self, recipe: Recipe) -> bool:
-        """Return whether a callback ended the run, for the number of epochs of this recipe."""
+        """Return whether a limit or a callback ended the run, for the duration of this recipe."""
         state = self.checkpoint["state"] if self.checkpoint is not None else {}
-        return bool(state.get("finished") == recipe.training.epochs)
+        return bool(state.get("finished") == recipe.training.duration())
 
 
 class RunFolder:

@@ -1,4 +1,4 @@
-"""Learning-rate schedules by epoch."""
+"""Learning-rate schedules by epoch, with a linear warm-up by step."""
 
 import math
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ def drop_epochs(schedule: ScheduleConfig, epochs: int) -> list[int]:
 
 @dataclass
 class LearningRates:
-    """Sets the learning rates of an optimizer at the start of each epoch.
+    """Sets the learning rates of an optimizer before each step.
 
     ``base`` are the initial rates of the groups. For plateau, ``stale`` counts the evaluations
     since an improvement or a drop, and ``drops`` lists the epochs after which rates dropped.
@@ -47,10 +47,13 @@ class LearningRates:
                 done = max(0, epoch - frozen) / max(1, self.epochs - frozen)
                 return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
-    def apply(self, optimizer: "Optimizer", epoch: int) -> None:
-        """Set the rates for an epoch."""
+    def apply(self, optimizer: "Optimizer", epoch: int, step: int) -> None:
+        """Set the rates for a step of an epoch (both counted from 0)."""
+        factor = self.factor(epoch)
+        if step < self.schedule.warmup_steps:
+            factor *= (step + 1) / self.schedule.warmup_steps
         for group, rate in zip(optimizer.param_groups, self.base, strict=True):
-            group["lr"] = rate * self.factor(epoch)
+            group["lr"] = rate * factor
 
     def observe(self, improved: bool, epoch: int) -> None:
         """Record whether an epoch (counted from 0) was better than any before."""

@@ -28,10 +28,11 @@ from proximetry.training.custom_components import Components, custom_components
 from proximetry.training.distributed import join_processes, preserve_torch_state
 from proximetry.training.errors import CheckpointError, FolderError, RunError
 from proximetry.training.final_evaluation import evaluate_final, evaluate_untrained, save_embedder
-from proximetry.training.reporting import Display, Trackers
+from proximetry.training.reporting import Display
 from proximetry.training.run import RESUME_HINT, Run, Stopped
 from proximetry.training.run_folder import FIRST_STAGE, RunFolder, SavedRun
 from proximetry.training.sources.training_data import fingerprint, open_catalog
+from proximetry.training.trackers import RunTracker
 
 
 def train(
@@ -94,7 +95,7 @@ def _train_run(
     """
     on_main = context.world.on_main
     acquire = partial(folder.acquire, context.display.message)
-    trackers = Trackers()
+    tracker = RunTracker()
     with ExitStack() as stack:
         stack.callback(folder.release)
         if on_main(folder.lock.exists):  # lock an existing run before hours of decoding
@@ -105,14 +106,14 @@ def _train_run(
             if results is not None:
                 return results
         run = build(recipe, folder, context)  # validates; writes nothing to the folder
-        run.callbacks = [trackers, context.display, *context.callbacks]
+        run.callbacks = [tracker, context.display, *context.callbacks]
         if on_main(acquire):  # another process may have been faster
             _, saved = on_main(lambda: folder.resolve(run.recipe, context.resume))
         if saved is not None:
             _resume(run, saved)
         else:
             _begin(run, context, second)
-        with trackers, run.stop_requests:
+        with tracker, run.stop_requests:
             try:
                 return fit(run)
             except ImageError as error:
@@ -148,10 +149,10 @@ def fit(run: Run) -> dict[str, Any]:
             link_checkpoints(run)  # best.safetensors is a hard link to last.safetensors
         run.log(line)  # after the checkpoint: a logged epoch can be resumed from
         run.notify("on_epoch_end", line)
-        if run.world.any(run.finish_requested) and not run.is_over():
-            state.finished = run.recipe.training.epochs
+        if run.world.any(run.finish_requested or bool(run.reached_limit())) and not run.is_over():
+            state.finished = run.recipe.training.duration()
             save_state(run)
-    if reason := run.early_stop_reason():
+    if reason := run.early_stop_reason() or run.reached_limit():
         run.report(reason)
     with run.stoppable("in the final evaluation"):
         results, selected_scores = evaluate_final(run, split_scores)
@@ -167,7 +168,6 @@ def train_epoch(run: Run) -> dict[str, Any]:
     """Train the rest of an epoch; return its line of metrics.jsonl without the evaluation."""
     state, updater, clock = run.state, run.updater, run.clock
     checkpoint_steps = run.recipe.training.checkpoint_steps
-    run.rates.apply(updater.optimizer, state.epoch)
     updater.embedder.train()
     updater.objective.train()
     changed = updater.freeze_backbone(state.epoch < run.recipe.schedule.freeze_backbone_epochs)
@@ -176,6 +176,9 @@ def train_epoch(run: Run) -> dict[str, Any]:
     images = 0
     try:
         for pixels, labels in run.data.batches(state.epoch, state.batch):
+            if state.batch and run.reached_limit():
+                break
+            run.rates.apply(updater.optimizer, state.epoch, state.step)
             loss = updater(pixels, labels, state.step)  # forward, loss, backward, update, EMA
             state.advance(loss)
             starting = clock.phase == "startup"
@@ -201,9 +204,11 @@ def train_epoch(run: Run) -> dict[str, Any]:
             save_state(run)
         raise
     run.check_finite(weights=True)  # waits for the device
+    if run.reached_limit():
+        state.finished = run.recipe.training.duration()
     seconds = clock.enter("other")
     return {
-        **state.end_epoch(len(run.data.sampler)),
+        **state.end_epoch(),
         "lr": updater.optimizer.param_groups[0]["lr"],
         "images_per_second": round(images / seconds, 1) if images and seconds else None,
         "seconds": round(clock.seconds["training"], 3),
@@ -262,6 +267,12 @@ def _resume(run: Run, saved: SavedRun) -> None:
     """Restore the state of a saved run; only then write to its folder."""
     folder, state = run.folder, run.state
     restore_state(run)
+    ended_within_epoch = not state.batch and state.step % len(run.data.sampler) > 0
+    if ended_within_epoch and not run.is_over():
+        raise RunError(
+            f"the run in {folder.path} ended within epoch {state.epoch} and cannot be extended. "
+            "Choose another folder, or start over with --fresh."
+        )
     run.world.on_main(lambda: folder.resume(run.recipe, state.lines))
     link_checkpoints(run)  # a kill may have prevented it
     if state.best_epoch is not None and not run.world.on_main(folder.best.exists):

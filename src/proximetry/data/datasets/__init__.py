@@ -160,6 +160,7 @@ def open_dataset(
     root: str | os.PathLike[str] | None = None,
     *,
     columns: Mapping[str, str] | None = None,
+    labels_from_name: str | None = None,
     allow_missing: bool = False,
     strict: bool = False,
     progress: Progress | None = None,
@@ -168,7 +169,8 @@ def open_dataset(
 
     Numbers of images and classes are compared with the published ones. A difference, and what
     is missing, is in the catalog's `notes` and `describe()`; with `strict` it is an error. The
-    other arguments are for tables: see `Catalog.from_csv`.
+    other arguments are for tables (see `Catalog.from_csv`), ``labels_from_name`` for folders (see
+    `Catalog.from_folder`).
     """
     if name not in DATASETS:
         raise UsageError(f"unknown dataset {format_value(name)}{suggest(name, DATASETS)}")
@@ -180,6 +182,12 @@ def open_dataset(
         options = {"columns": columns, "allow_missing": allow_missing, "progress": progress}
     elif columns:
         raise UsageError(f"data.columns is for tables, not for the dataset {name}. Remove it.")
+    if labels_from_name is not None:
+        if name != "folder":
+            raise UsageError(
+                f"data.labels_from_name is for folders, not for the dataset {name}. Remove it."
+            )
+        options["labels_from_name"] = labels_from_name
     catalog: Catalog = resolve_name(info.reader)(None if root is None else Path(root), **options)
     if name in TABLES and not len(catalog):
         raise UsageError(f"no rows in the table: {root}. Add one row per image.")

@@ -140,7 +140,14 @@ def open_catalog(recipe: Recipe, progress: Progress | None = None) -> Catalog:
     if d.root is None and not list_datasets()[d.dataset].built_in:
         raise RecipeError(f"data.root is missing: the folder of the images of {d.dataset!r}")
     skip = d.bad_images == "skip"
-    return open_dataset(d.dataset, d.root, columns=d.columns, allow_missing=skip, progress=progress)
+    return open_dataset(
+        d.dataset,
+        d.root,
+        columns=d.columns,
+        labels_from_name=d.labels_from_name,
+        allow_missing=skip,
+        progress=progress,
+    )
 
 
 def fingerprint(catalog: Catalog, contents: str | None = None) -> dict[str, Any]:
