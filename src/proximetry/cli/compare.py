@@ -9,8 +9,9 @@ from cyclopts.validators import Number
 from proximetry._util.errors import UsageError
 from proximetry.cli.options import Device
 from proximetry.cli.output import echo
-from proximetry.cli.train import RUNS, RecipeOptions, make_plan
+from proximetry.cli.train import RecipeOptions
 from proximetry.recipe.loading import merge
+from proximetry.training.plan import RUNS, make_plan
 
 
 def compare(
