@@ -158,7 +158,7 @@ NOT_REDUCED = peer.ContrastiveLoss(reducer=DoNothingReducer())
         (lambda: PairLoss(peer.FastAPLoss(), memory=8, dim=3), "FastAPLoss .* memory"),
         (lambda: PairLoss(peer.CrossBatchMemory(peer.SupConLoss(), 5, 32)), "CrossBatchMemory"),
         (lambda: PairLoss(NOT_REDUCED)(torch.ones(2, 3), [0, 0]), "reducer"),
-        (lambda: PairLoss("triplet", memory=3), "needs dim"),
+        (lambda: PairLoss("triplet", memory=3), "Pass dim"),
         (lambda: PairLoss("n_pair", memory=8, dim=3), "n_pair"),
         (lambda: PairLoss("triplet", memory=0, dim=3), "memory .* 0"),
         (lambda: PairLoss("triplet")(torch.zeros(2, 3), [0, 0, 0]), "3 entries for 2"),

@@ -197,7 +197,7 @@ def test_kmeans_rejects_invalid_input():
     with pytest.raises(ValueError, match="iterations"):
         kmeans(values, 2, iterations=0)
     values[3, 1] = torch.nan
-    with pytest.raises(ValueError, match=r"NaN .* 3;"):
+    with pytest.raises(ValueError, match=r"NaN .* 3\."):
         kmeans(values, 2)
 
 

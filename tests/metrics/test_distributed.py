@@ -174,7 +174,7 @@ def test_error_on_one_process_raises_on_all(reports):
         assert "process 1: embeddings has NaN" in report["error nan"]
         assert "process 0: 8 dimensions" in report["error width"]
         assert "process 1: 7 dimensions" in report["error width"]
-        assert "use one kind" in report["error kinds"]
+        assert "Use one type" in report["error kinds"]
         assert report["error nothing"] == "embeddings is empty on every process"
         assert "none of the 60 queries has a positive" in report["error alone"]
 

@@ -277,7 +277,7 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
     ({"query_ignore_groups": [1, 2, 3, 4]}, "query_ignore_groups without queries"),
     ({**PAIRED, "queries": GOOD[:, :3]}, "dimensions.* 3"),
     ({**PAIRED, "queries": GOOD.astype(np.float64)}, "float64"),
-    ({**PAIRED, "query_labels": ["a", "b", "a", "b"]}, "one kind"),
+    ({**PAIRED, "query_labels": ["a", "b", "a", "b"]}, "Use one type"),
     ({"queries": GOOD[:0], "query_labels": []}, "queries is empty"),
     ({**PAIRED, "ignore_groups": [0, 1, 2, 3]}, "query_ignore_groups"),
     ({"ignore_groups": [0, 1]}, "ignore_groups has 2 entries for 4"),

@@ -198,7 +198,7 @@ def test_read_pairs(tmp_path):
     [
         ("2\t2\n", "two\t2\n", "line 1: expected the number of folds"),
         ("2\t2\n", "0\t2\n", "line 1: expected the number of folds"),
-        ("2\t2\n", "2\t3\n", "the file has 8"),
+        ("2\t2\n", "2\t3\n", "got 8"),
         ("Bo\t3\t1\n", "Bo\t3\n", r"line 3: expected 'name i j' \(same person\)"),
         ("Bo\t3\t1\n", "Bo\t3\tCy\t1\n", "line 3: expected 'name i j'"),
         ("Bo\t3\t1\n", "Bo\t3\tx\n", "line 3: .*'x'"),
