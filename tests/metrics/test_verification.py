@@ -47,7 +47,7 @@ def test_curve_and_areas_equal_scikit_learn(pairs):
     np.testing.assert_array_equal(curve.thresholds, thresholds)
     assert auc(values, same) == pytest.approx(reference.roc_auc_score(same, values), abs=1e-12)
     crossing = brentq(lambda x: 1 - x - interp1d(far, tar)(x), 0, 1, xtol=1e-14)
-    # A vertical stretch of the curve is no function of FAR: there the crossing is the stretch.
+    # Interpolation fails where the curve is vertical.
     if len(np.unique(far)) == len(far):
         assert eer(values, same) == pytest.approx(crossing, abs=1e-9)
 
@@ -55,7 +55,7 @@ def test_curve_and_areas_equal_scikit_learn(pairs):
 @settings(max_examples=100, deadline=None)
 @given(scored())
 def test_eer_lies_on_the_curve(pairs):
-    """At the EER some mixture of two neighbouring thresholds makes both errors equal."""
+    """At the EER, interpolation between two neighboring thresholds makes both errors equal."""
     values, same = pairs
     curve, rate = roc(values, same), eer(values, same)
     errors = np.stack([curve.far, 1 - curve.tar], 1)
@@ -87,7 +87,7 @@ def test_tar_at_far_tries_every_threshold(pairs, far):
 
 
 def best_threshold(values, same):
-    """Every candidate written out, the highest of the best."""
+    """Try every candidate; return the highest of the best."""
     distinct = sorted(set(values))
     middles = [(a + b) / 2 for a, b in itertools.pairwise(distinct)]
     candidates = [-math.inf, *middles, math.inf]
