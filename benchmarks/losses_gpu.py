@@ -50,7 +50,7 @@ class Case:
         return loss
 
     def peer(self) -> nn.Module | None:
-        """Return the loss of pytorch-metric-learning, or None if there is none or it is too large."""
+        """Return the loss of pytorch-metric-learning; None if it is missing or too large."""
         if self.k > 1 or self.optimizer is not None or self.classes > 10**6:
             return None
         names = {
