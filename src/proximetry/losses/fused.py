@@ -87,7 +87,7 @@ def fused(problem: Problem) -> Parts:
     if problem.proxies.shape[1] > MAX_FUSED_K:
         k = problem.proxies.shape[1]
         raise ValueError(
-            f"the fused engine supports up to {MAX_FUSED_K} proxies per class, got {k}. "
+            f"the fused engine needs at most {MAX_FUSED_K} proxies per class, got {k}. "
             "Use engine='auto'."
         )
     scale = problem.scale
