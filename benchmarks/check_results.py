@@ -41,7 +41,7 @@ UPDATE = "Run python -m benchmarks.results_page."
 # An absolute path as JSON writes it, anywhere in a text; not an address, a fraction or a name.
 _PATH = re.compile(r'(?<![\w./])(~?/|[A-Za-z]:\\\\)\w[^\s"]*')
 
-# Metrics of the papers, typed a second time.
+# Metrics of the papers, entered independently of the tables.
 PUBLISHED = (
     ("mpa-table4", "MPA", "recall@1", 69.2),
     ("mpa-table4", "Proxy-Anchor", "map@r", 26.7),

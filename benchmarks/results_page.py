@@ -27,7 +27,7 @@ def make_page() -> str:
     introduction = PAGE.read_text(encoding="utf-8").partition("\n| table |")[0]
     names = sorted(shipped_tables(), key=lambda name: not name.startswith("best-"))
     all_results = [Results.read(Table.load(name), HOME / name) for name in names]
-    parts = [introduction, in_short(all_results)]
+    parts = [introduction, summarize(all_results)]
     parts += [
         overview(results, f"../benchmarks/{results.table.name}")
         for results in all_results
@@ -37,8 +37,8 @@ def make_page() -> str:
     return "\n".join([*parts, _repeated_runs(records)])
 
 
-def in_short(all_results: Iterable[Results]) -> str:
-    """Return the verdicts on the published claims by table, and the tables that were not run."""
+def summarize(all_results: Iterable[Results]) -> str:
+    """Return the verdicts on the published claims by table, and the tables without runs."""
     absent, counts = [], []
     for results in all_results:
         table = results.table
@@ -47,7 +47,7 @@ def in_short(all_results: Iterable[Results]) -> str:
         elif table.claims:
             verdicts = Counter(compare_claim(claim, results).verdict for claim in table.claims)
             counts.append((table.title, verdicts))
-    # Every verdict has a column, so that every claim is counted.
+    # Every verdict that occurs has a column, so that every claim is counted.
     columns = [v for v in get_args(Verdict) if any(v in verdicts for _, verdicts in counts)]
     lines = ([title, *(verdicts.get(v) for v in columns)] for title, verdicts in counts)
     text = grid(["table", *columns], lines)
@@ -56,7 +56,7 @@ def in_short(all_results: Iterable[Results]) -> str:
 
 def repeats(records: Iterable[Record]) -> list[list[Record]]:
     """Return groups of runs with the same recipe and seed, where tables overlap."""
-    return [group for group in _alike(records, _recipe) if len(group) > 1]
+    return [group for group in _group_by(records, _recipe) if len(group) > 1]
 
 
 def twins(records: Iterable[Record]) -> list[list[Record]]:
@@ -64,15 +64,15 @@ def twins(records: Iterable[Record]) -> list[list[Record]]:
 
     Records of one run, which have the same seconds, do not count.
     """
-    groups = _alike(records, _training)
+    groups = _group_by(records, _training)
     return [
         group
         for group in groups
-        if len(_alike(group, _recipe)) > 1 and len({r.seconds for r in group}) == len(group)
+        if len(_group_by(group, _recipe)) > 1 and len({r.seconds for r in group}) == len(group)
     ]
 
 
-def _alike(
+def _group_by(
     records: Iterable[Record], key: Callable[[Record], dict[str, Any]]
 ) -> list[list[Record]]:
     groups: list[tuple[dict[str, Any], list[Record]]] = []
@@ -137,7 +137,7 @@ def _repeated_runs(records: Sequence[Record]) -> str:
             )
     columns = ["tables", "seed", "runs", "evaluation", "recall@1", "loss"]
     text = (
-        "Largest differences, at any epoch, between runs on one GPU with the same seed and "
+        "Largest differences at any epoch between runs on one GPU with the same seed and "
         "training; their evaluation was the same or different.\n"
     )
     return "\n".join(["## Repeated runs\n", text, grid(columns, lines), ""])
