@@ -100,4 +100,6 @@ def test_documented_commands_work(home, monkeypatch, capsys):
             assert "no hub token" in message
         else:
             assert code == 0, f"{line}: {message}"
-    assert {"vectors.npz", "neighbors.html", "mine.onnx", "gallery", "trained"} <= set(os.listdir(home))
+    assert {"vectors.npz", "neighbors.html", "mine.onnx", "gallery", "trained"} <= set(
+        os.listdir(home)
+    )
