@@ -33,8 +33,7 @@ def make_page() -> str:
         for results in all_results
         if results.runs
     ]
-    records = [record for results in all_results for record in results.runs]
-    return "\n".join([*parts, _repeated_runs(records)])
+    return "\n".join(parts)
 
 
 def summarize(all_results: Iterable[Results]) -> str:
@@ -47,7 +46,7 @@ def summarize(all_results: Iterable[Results]) -> str:
         elif table.claims:
             verdicts = Counter(compare_claim(claim, results).verdict for claim in table.claims)
             counts.append((table.title, verdicts))
-    # Every verdict that occurs has a column, so that every claim is counted.
+    # Every verdict has a column, so that every claim is counted.
     columns = [v for v in get_args(Verdict) if any(v in verdicts for _, verdicts in counts)]
     lines = ([title, *(verdicts.get(v) for v in columns)] for title, verdicts in counts)
     text = grid(["table", *columns], lines)
@@ -122,25 +121,6 @@ def spread(group: Sequence[Record]) -> tuple[float, float, float]:
 def same_losses(group: Sequence[Record]) -> bool:
     """Return whether the losses of all epochs are equal to the last bit."""
     return len({_losses(record) for record in group}) == 1
-
-
-def _repeated_runs(records: Sequence[Record]) -> str:
-    """Return the section about runs with the same training."""
-    lines: list[list[object]] = []
-    for evaluation, groups in (("same", repeats(records)), ("different", twins(records))):
-        for group in groups:
-            loss, recall, _ = spread(group)
-            tables = ", ".join(dict.fromkeys(record.table for record in group))
-            difference = f"{recall:.2g}" if evaluation == "same" else None
-            lines.append(
-                [tables, group[0].seed, len(group), evaluation, difference, f"{100 * loss:.2g} %"]
-            )
-    columns = ["tables", "seed", "runs", "evaluation", "recall@1", "loss"]
-    text = (
-        "Largest differences at any epoch between runs on one GPU with the same seed and "
-        "training; their evaluation was the same or different.\n"
-    )
-    return "\n".join(["## Repeated runs\n", text, grid(columns, lines), ""])
 
 
 def main() -> None:
