@@ -210,7 +210,7 @@ def test_image_size_resets_the_sizes_that_belong_to_it(tmp_path):
         ({"freeze_backbone": False}, (2048, 512, 0.25, 0.2, (128, 64))),
     ],
 )
-def test_change_resets_keys_it_makes_meaningless(changes, left, tmp_path):
+def test_change_resets_keys_it_invalidates(changes, left, tmp_path):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"base": "best-cub", "model": changes}))
     for recipe in (
         Recipe.load("best-cub", {"model": changes}),
