@@ -112,7 +112,7 @@ def sized(*sizes):
 
 def test_crop_larger_than_an_image_names_the_image():
     crop = CenterCrop((24, 16))  # fits what is taller than wide
-    message = r"image 7 has 20×30 pixels, too few for a crop of 24×16; use a short side of 24"
+    message = r"image 7 has 20×30 pixels, too few for a crop of 24×16. Use a short side of 24"
     with pytest.raises(ValueError, match=message):
         crop.windows(sized(*[(30, 20)] * 7, (20, 30)), [0, 7])
 

@@ -348,7 +348,7 @@ def test_shard_errors(tmp_path):
         (["none.tar"], "is not a file"),
         (["a.tar.gz"], r"not a \.tar file"),
         (["text.tar"], "not an uncompressed tar"),
-        (["flat.tar"], "holds no <class>/<image>"),
+        (["flat.tar"], "no <class>/<image> in the shards"),
     ):
         with pytest.raises(ValueError, match=message):
             Catalog.from_shards([tmp_path / name for name in names])

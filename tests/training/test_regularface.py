@@ -127,6 +127,6 @@ def test_square_faces_are_rejected_with_advice(tmp_path, cache):
         "training": {"epochs": 1},
     }
     recipe = Recipe.load("regularface/softmax", changes)
-    message = r"too few for a crop of 112×96; use a short side of 112 \(model.resize\)"
+    message = r"too few for a crop of 112×96. Use a short side of 112 \(model.resize\)"
     with pytest.raises(ValueError, match=message):
         train(recipe, tmp_path / "run", device="cpu")

@@ -43,7 +43,7 @@ _POLL_SECONDS = 0.5
 
 
 def decode(file: str, size: Size, interpolation: Interpolation) -> Array | ImageError:
-    """Return the resized image [height, width, 3], or the reason why it cannot be read."""
+    """Return the resized image [height, width, 3], or the error if it cannot be read."""
     try:
         return np.asarray(resize_image(open_image(file, size=size), size, interpolation))
     except ImageError as error:

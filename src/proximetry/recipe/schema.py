@@ -539,7 +539,7 @@ class Recipe(Section):
         Raises:
             RecipeError: unknown keys, or invalid values.
 
-        Example:
+        Examples:
             >>> recipe = Recipe.load("default-cpu", {"training.epochs": 10, "model.dim": 256})
             >>> recipe.training.epochs, recipe.model.dim, recipe.loss.name
             (10, 256, 'proxy_anchor')
