@@ -182,7 +182,7 @@ def test_other_recipe_is_rejected_for_an_interrupted_run(data, cache, tmp_path):
     table = make_table(cache, selection=False)
     with pytest.raises(Interrupted):
         run_table(table, data, tmp_path, start=interrupted)
-    with pytest.raises(ReproduceError, match=r"work/proxy-anchor-seed0 has another recipe"):
+    with pytest.raises(ReproduceError, match=r"work/proxy-anchor-seed0 has a different recipe"):
         run_table(table, data, tmp_path, epochs=1, start=no_training)
 
 

@@ -290,7 +290,7 @@ def test_path_of_weights_is_not_a_computation_key(tmp_path):
     for path in paths[:2]:
         path.parent.mkdir()
         path.write_text("")
-    with pytest.raises(RunError, match=r"another recipe: model\.weights .*a/w → .*b/w"):
+    with pytest.raises(RunError, match=r"a different recipe: model\.weights .*a/w → .*b/w"):
         folder.resolve(moved)
 
 

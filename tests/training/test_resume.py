@@ -56,7 +56,7 @@ OTHER_IMAGES = {
     "class00.*zebra": lambda root: (root / "class00").rename(root / "zebra"),
     "52 images.*class99": lambda root: shutil.copytree(root / "class03", root / "class99"),
     "class05: 3 images instead of 4": lambda root: (root / "class05" / "1.png").unlink(),
-    "other image files": exchange_images,
+    "different image files": exchange_images,
 }
 
 
@@ -67,7 +67,7 @@ def test_run_does_not_resume_on_other_images(images, cache, tmp_path):
     for changes, change in OTHER_IMAGES.items():
         root = shutil.copytree(images, tmp_path / changes[:7])
         change(root)
-        with pytest.raises(RunError, match=f"other images: .*{changes}.*--fresh"):
+        with pytest.raises(RunError, match=f"different images: .*{changes}.*--fresh"):
             train(with_(recipe, "data", root=str(root)), tmp_path / "run")
     assert RunFolder(tmp_path / "run").last.read_bytes() == before
     train(with_(recipe, "training", epochs=1), tmp_path / "run", resume=False)
@@ -92,7 +92,7 @@ def test_checkpoint_of_another_run_is_rejected(recipe, run, tmp_path):
     killed_at(3, other, tmp_path / "other")
     shutil.copy(RunFolder(tmp_path / "other").last, run.last)
     run.best.unlink()
-    with pytest.raises(RunError, match=r"last.safetensors .*another recipe: .*seed"):
+    with pytest.raises(RunError, match=r"last.safetensors .*a different recipe: .*seed"):
         train(recipe, run.path)
     run.recipe.write_text("data: [")
     with pytest.raises(RunError, match=r"recipe.yaml.*--fresh"):

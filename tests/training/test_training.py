@@ -265,7 +265,7 @@ def test_interrupted_fresh_start_mixes_no_runs(recipe, tmp_path, monkeypatch):
         if folder.recipe.exists() and Recipe.load(folder.recipe).optimizer == changed.optimizer:
             break  # started again
         if folder.last.exists():  # what is left of the old one can be continued
-            with pytest.raises(RunError, match="started with another recipe"):
+            with pytest.raises(RunError, match="started with a different recipe"):
                 train(changed, out)
             train(recipe, out)
             assert_same_run(tmp_path / "old", out)

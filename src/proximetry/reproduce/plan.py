@@ -44,7 +44,7 @@ class PlannedRun:
 
     @property
     def id(self) -> str:
-        """Unique within a table, and the name of its folder."""
+        """Id within the table, and name of the run folder."""
         return run_id(self.row.slug, self.seed, self.kind)
 
     def __str__(self) -> str:
