@@ -1,4 +1,4 @@
-"""Files of vectors that are damaged, or have another format than their suffix."""
+"""Damaged files of vectors, and files with the wrong suffix."""
 
 import io
 
