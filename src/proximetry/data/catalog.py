@@ -342,7 +342,7 @@ class Catalog:
         allow_missing: bool = False,
         progress: Progress | None = None,
     ) -> Catalog:
-        """Read a Parquet table; the arguments are those of `from_csv`.
+        """Read a Parquet table, with the arguments of `from_csv`.
 
         Extra columns keep their types. Labels of any type become text: integers as 7, even if
         stored as 7.0, booleans as True and False, categories as their values.

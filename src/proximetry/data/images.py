@@ -130,7 +130,7 @@ def thumbnail(source: Source, side: int) -> Image.Image:
 
 
 class _OriginalSize(NamedTuple):
-    """The size of an original, and where it lies in an image decoded at a reduced size."""
+    """The size of an original, and its box in an image decoded at a reduced size."""
 
     size: tuple[int, int]
     box: tuple[float, float, float, float]

@@ -200,8 +200,8 @@ class _Tasks(Generic[Item, Result]):
 
     Attributes:
         function: called with each item.
-        items: those that are not sent yet.
-        pending: chunks that were sent to workers and whose results have not arrived.
+        items: items not sent yet.
+        pending: chunks sent to workers whose results have not arrived.
         error: from iterating the items; raised in a `DataLoader`, it would keep workers alive.
     """
 

@@ -188,7 +188,7 @@ def _flag(value: Any) -> Any:
 
 
 def load_arrays(file: Path, *fields: str) -> dict[str, Any]:
-    """Read the vectors of a .npz file and those of `fields` that it has, or a .npy file."""
+    """Read the vectors of a .npy or .npz file, and those of `fields` that a .npz file has."""
     zipped, problem = file.suffix.lower() == ".npz", f"{file} is not a NumPy file of plain arrays"
     try:
         arrays = np.load(file, allow_pickle=False, mmap_mode="r")

@@ -156,7 +156,7 @@ class Embedder(nn.Module):
                 if they are normalized, else "euclidean".
             weights: "auto" uses an installed package with weights, else the hub, else raises;
                 "package", "hub", a file or folder, or "none" for random weights.
-            image_size: side of the square crop; None uses that of the weights.
+            image_size: side of the square crop; None uses the default of the weights.
             resize: short side before the evaluation crop; None keeps the usual ratio.
             squash: resize both sides to `resize`, or to `image_size` without it, ignoring the
                 aspect ratio; None follows the weights (timm's `crop_mode`).

@@ -72,7 +72,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path, kind: str) -> dict[str, Any]:
-    """Return the keys and values of a YAML file; ``kind`` names what it should hold."""
+    """Return the keys and values of a YAML file; error messages call it a ``kind``."""
     try:
         values = parse_yaml(read_text(path, MAX_FILE_BYTES))
     except YamlError as error:
@@ -106,7 +106,7 @@ def find_file(source: str | Path, shipped: Mapping[str, Path], kind: str, comman
 def plain_values(
     source: str | Path | Mapping[str, Any], derived: tuple[Path, ...] = ()
 ) -> dict[str, Any]:
-    """Return a recipe's nested plain values, merged with those of its base, not validated.
+    """Return a recipe's nested plain values, merged with its base's, without validation.
 
     ``derived`` are the files whose base this one is.
     """

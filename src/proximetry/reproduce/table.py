@@ -71,7 +71,7 @@ class Published(Section):
 
     Attributes:
         protocol: how the epoch was selected, and the number of runs per published value.
-        epochs: default: those of the table.
+        epochs: default: the table's.
     """
 
     backbone: str = ""
@@ -84,7 +84,7 @@ class Row(Section):
     """One row.
 
     Attributes:
-        recipe: a shipped recipe that replaces that of the table.
+        recipe: a shipped recipe that replaces the table's.
         changes: overrides of the table's base, by dotted or nested keys.
         published: metric → published percentage.
         x: position on the horizontal axis of a sweep.

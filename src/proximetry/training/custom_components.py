@@ -23,7 +23,7 @@ from proximetry.training.sources.torch_dataset import TorchDatasets, torch_datas
 
 @dataclass(frozen=True)
 class Components:
-    """Custom data, embedder and loss; None for those of the recipe."""
+    """Custom data, embedder and loss; None for the recipe's."""
 
     data: Catalog | TorchDatasets | None = None
     embedder: Embedder | None = None

@@ -194,7 +194,7 @@ class RunFolder:
     def resolve(self, recipe: Recipe, resume: bool = True) -> tuple[Recipe, SavedRun | None]:
         """Validate folder and recipe; return the recipe to train and the saved run to resume.
 
-        A value that is ``auto`` in the recipe becomes that of the saved run.
+        Values that are ``auto`` in the recipe are taken from the saved run.
         """
         self.check_folder()
         saved = self.inspect() if resume else None

@@ -240,7 +240,7 @@ def people_folder(root: Path) -> Path:
 def lfw(root: Path) -> Catalog:
     """Read the people with at least three images; every second name is for test.
 
-    This is not a published split; those of LFW are of pairs.
+    This is not a published split; LFW publishes pairs.
     """
     catalog = faces(root)
     images = Counter(catalog.labels)
