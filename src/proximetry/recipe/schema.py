@@ -372,7 +372,7 @@ class TrainingConfig(Section):
     )
     max_steps: Count | None = _key(
         None,
-        "maximum number of steps, also within an epoch; a cosine schedule ends there",
+        "maximum number of steps; training and a cosine schedule may end within an epoch",
         role="duration",
     )
     max_time: Duration | None = _key(
