@@ -308,7 +308,7 @@ WRONG = {
     ),
     "a callback that is none": ({"callbacks": [3]}, "not a callback: 3"),
     "one callback": ({"callbacks": Logs()}, "must be a list of callbacks"),
-    "a class for a callback": ({"callbacks": [Logs]}, r"write Logs\(\)"),
+    "a class for a callback": ({"callbacks": [Logs]}, r"Write Logs\(\)"),
     "a method of another name": ({"callbacks": [Misnamed()]}, "on_epoch is never called"),
 }
 

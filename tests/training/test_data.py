@@ -204,7 +204,7 @@ def test_pixels_that_exceed_gpu_memory_name_the_remedy(recipe, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "to", run_out)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 10, 1 << 30))
-    message = r"data\.cache gpu: the pixels need .* use data\.cache pixels or none"
+    message = r"data\.cache gpu: the pixels need .* Use data\.cache pixels or none"
     with pytest.raises(RunError, match=message):
         make_data(with_(recipe, "data", cache="gpu"), "cuda")
 
