@@ -138,7 +138,7 @@ def test_run_resumes_with_its_own_recipe(call, home, way):
     out = call(*words, "--training.epochs", "2", *more)
     assert "extended from 1 to 2 epochs" in out
     err = call(*words, "--optimizer.lr", "0.5", *more, code=1)
-    assert "another recipe: optimizer.lr 0.0002 → 0.5. " in err, "and nothing else"
+    assert "a different recipe: optimizer.lr 0.0002 → 0.5. " in err, "and nothing else"
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_dry_run_reports_the_state_of_the_run(call, home):
     result = json.loads(call(*words, "--fresh", "--dry-run", "--json"))
     assert result["folder"]["state"] == "new; the complete run there will be removed"
     (home / "flowers" / "class00" / "0.png").unlink()
-    assert "other images" in call(*words, "--dry-run", code=1)
+    assert "different images" in call(*words, "--dry-run", code=1)
 
 
 @pytest.mark.parametrize(

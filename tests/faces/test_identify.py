@@ -129,7 +129,7 @@ def test_unreadable_images_raise_or_are_skipped(call, folder):
         (["nowhere"], 2, "nowhere"),
         (["probes", "--distractors", "empty"], 2, "no images in this folder"),
         (["probes", "--distractors", "nowhere"], 2, ".npy or .npz"),
-        (["probes", "--distractors", "no.npy"], 2, "there is no file"),
+        (["probes", "--distractors", "no.npy"], 2, "no such file"),
         (["probes", "--distractors", "."], 2, "same images"),
         (["probes", "--distractors", "zero.npy"], 1, "[0, 6]"),
         (["probes", "--distractors", "whole.npy"], 1, "int64"),
