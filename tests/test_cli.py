@@ -79,17 +79,17 @@ assert not {"torch", "numpy", "timm", "PIL"} & set(sys.modules)
 def test_train_help_starts_with_the_common_options(call, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     boxes = re.split(r"╭─ ([A-Z][\w ]+) ", call("train", "--help"))[1:]
-    assert boxes[::2] == ["Arguments", "Common", "Configuration and output", "Keys of the recipe"]
+    assert boxes[::2] == ["Arguments", "Common", "Configuration and output", "Recipe keys"]
     options = dict(zip(boxes[::2], boxes[1::2], strict=True))
     for name in ("--recipe", "--loss.name", "--training.epochs", "--training.max-time", "--fresh"):
         assert f"│ {name} " in options["Common"]
-    assert "--schedule.warmup-steps" in options["Keys of the recipe"]
+    assert "--schedule.warmup-steps" in options["Recipe keys"]
     assert len(re.findall("^│ --", options["Common"], re.MULTILINE)) <= 12
 
 
 def test_help_shows_defaults_of_options_but_not_of_recipe_keys(call, monkeypatch):
     monkeypatch.setenv("COLUMNS", "250")
-    keys = call("train", "--help").partition("Keys of the recipe")[2]
+    keys = call("train", "--help").partition("Recipe keys")[2]
     assert "--schedule.every" in keys
     assert "[default:" not in keys
     out = " ".join(call("evaluate", "--help").split())

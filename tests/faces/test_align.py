@@ -292,9 +292,9 @@ def test_align_command(capsys, images, tmp_path, detector):
     assert code == 0, err
     assert "detector: scrfd.onnx" in printed
     assert f"aligned 10 faces of 13 images to {out} (112x112)" in printed
-    assert "1 images show several faces (--keep center)" in printed
-    assert "1 images show no face" in printed
-    assert "2 images cannot be read" in printed
+    assert "images with several faces (--keep center): 1" in printed
+    assert "images without a face: 1" in printed
+    assert "unreadable images: 2" in printed
     assert str(out / "faces.csv") in printed
     code, printed, err = run(capsys, *words, "--json")
     assert code == 0, err

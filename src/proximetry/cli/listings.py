@@ -63,7 +63,7 @@ def _format_default(value: Any) -> str:
 
 
 def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
-    """List the built-in backbones, and those of timm that match a pattern.
+    """List the built-in backbones, or all that match a pattern, including timm's.
 
     Args:
         pattern: part of a name, or a name with wildcards, such as 'vit*dinov2*'.
@@ -92,7 +92,7 @@ def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
 
 
 def recipes(name: str | None = None, *, as_json: AsJson = False) -> None:
-    """List the shipped recipes, or print one, for instance to edit a copy.
+    """List the shipped recipes, or print one as YAML.
 
     Args:
         name: the recipe to print.
@@ -121,13 +121,13 @@ def datasets(
     labels_from_name: LabelsFromName = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the datasets that can be read, or describe one: its splits, classes and images.
+    """List the supported datasets, or describe one: splits, classes and images.
 
-    Images are listed, but not opened: `proximetry train IMAGES --dry-run` does that.
+    Images are listed but not decoded; `proximetry train IMAGES --dry-run` also decodes them.
 
     Args:
-        source: a dataset of the list, or a folder, a CSV or Parquet table or a tar file.
-        root: path of the images of a dataset of the list.
+        source: a dataset's name, or a folder, a CSV or Parquet table, or a tar file.
+        root: path of the named dataset's images.
     """
     from proximetry.cli.inputs import open_images
     from proximetry.data import list_datasets, resolve_source
@@ -156,7 +156,7 @@ def datasets(
 
 
 def metrics(*, as_json: AsJson = False) -> None:
-    """List the metrics of `evaluate` by the options that choose them."""
+    """List the metrics of `evaluate` with their options."""
     from proximetry.metrics import Metrics
 
     document, entries = {}, {}

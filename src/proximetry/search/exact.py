@@ -85,7 +85,7 @@ def merge_hits(hits: Sequence[Hits], k: int) -> Hits:
 
 
 def take(arrays: Sequence[FloatArray], starts: IntArray, positions: IntArray) -> FloatArray:
-    """Return the rows at positions over several arrays, which begin at `starts`."""
+    """Return the rows at positions over several arrays whose first rows are at `starts`."""
     if len(arrays) == 1:
         return arrays[0][positions]
     vectors = np.empty((len(positions), arrays[0].shape[1]), np.float32)
@@ -196,6 +196,6 @@ def exact_scores(queries: FloatArray, rows: FloatArray, similarity: Similarity) 
 
 
 def as_similarities(scores: Scores, similarity: Similarity) -> FloatArray:
-    """Return scores as results have them: cosines of at most 1, or negative distances."""
+    """Convert scores to the similarities of results: cosines up to 1, or negative distances."""
     similarities = scores.clip(-1, 1) if similarity == "cosine" else -np.sqrt(-scores)
     return np.where(scores == -np.inf, scores, similarities).astype(np.float32)

@@ -16,7 +16,7 @@ from proximetry.models.constants import Similarity
 from proximetry.models.preprocessing import ImageSource
 from proximetry.search.prediction import Prediction, vote
 
-REMOVED = "(removed meanwhile)"  # instead of the path of an image on Milvus
+REMOVED = "(removed)"  # instead of the path of an image on Milvus
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -24,13 +24,13 @@ class SearchResult:
     """The k nearest images of every query, nearest first.
 
     Attributes:
-        ids: of the images, [queries, k]; −1 if there are fewer than k.
-        similarities: the cosine or the negative Euclidean distance to the query, computed from
-            the stored vectors with every index; −inf for an id of −1.
+        ids: ids of the images, [queries, k]; −1 if there are fewer than k.
+        similarities: cosine or negative Euclidean distance to the query, computed from the stored
+            vectors whatever the index; −inf for an id of −1.
         similarity: "cosine" or "euclidean".
         columns: the names of the metadata columns; see `column`.
-        scores: with query expansion or re-ranking, the values that images are ordered by: the
-            similarities to the expanded query, or the negative k-reciprocal distances.
+        scores: with query expansion or re-ranking, the values that order the images: similarities
+            to the expanded query, or negative k-reciprocal distances. Otherwise None.
         queries: the images of the queries; None for those that are vectors.
     """
 
@@ -70,7 +70,7 @@ class SearchResult:
 
     @property
     def predictions(self) -> list[Prediction]:
-        """The class of every query by a vote of its results."""
+        """The class of every query by a majority vote of its results."""
         return [vote(labels) for labels in self.labels]
 
     def show(self) -> Image.Image:
