@@ -103,11 +103,11 @@ def test_serve_indexes_a_folder_first(home, call, monkeypatch):
     monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
     out = call("serve", "photos", "--port", "0")
     assert "model: tf_efficientnet_lite0" in out
-    assert "gallery: 18 images. The page is at" in out
-    assert "gallery: 18 images. The page is at" in call("serve", "--port", "0")
+    assert "gallery: 18 images. Serving at" in out
+    assert "gallery: 18 images. Serving at" in call("serve", "--port", "0")
     (home / "gallery").rename(home / "other")
-    assert "other: 18 images. The page is at" in call("serve", "--gallery", "other", "--port", "0")
-    assert "other: 18 images. The page is at" in call("serve", "other", "--port", "0")
+    assert "other: 18 images. Serving at" in call("serve", "--gallery", "other", "--port", "0")
+    assert "other: 18 images. Serving at" in call("serve", "other", "--port", "0")
     Gallery.open("other").serve(port=0)
 
 

@@ -154,7 +154,9 @@ def test_origin_has_recipe_versions_command_and_seed(page, records):
 
 
 def test_comparison_reports_paired_differences(comparison, records, found):
-    rows = {row[0]: row[1:] for row in comparison.table("Metrics in percent, 24 queries")}
+    rows = {
+        row[0]: row[1:] for row in comparison.table("Metrics of all runs on the same 24 queries")
+    }
     one, other = (f.scores["map@r"] for f in found)
     first, second, difference = rows["MAP@R"]
     assert first.startswith(f"{100 * one:.1f}")
@@ -166,7 +168,7 @@ def test_comparison_reports_paired_differences(comparison, records, found):
     one = found[0].evaluation.compare(found[1].evaluation, confidence=1 - 0.05 / len(scores))
     low, high = (f"{100 * bound:+.1f}".replace("-", "−") for bound in one["map@r"][1:])
     assert difference.endswith(f"{low} to {high}")
-    keys = {row[0]: row[1:] for row in comparison.table("Keys in which the recipes differ")}
+    keys = {row[0]: row[1:] for row in comparison.table("Recipe keys that differ")}
     assert keys == {"training.seed": ["0", "1"]}
     right = [f.neighbors.hits[:, 0] for f in found]
     alone = int((right[0] & ~right[1]).sum())
@@ -187,7 +189,7 @@ def test_runs_with_other_metrics_are_compared(runs, run, tmp_path, metrics, sele
     Recipe.load(place).override({"evaluation": evaluation}).save(place)
     assert write_report([runs[1], run], tmp_path / "page.html") == []
     page = Page((tmp_path / "page.html").read_bytes())
-    rows = {row[0]: row[1:] for row in page.table("Metrics in percent, 24 queries")}
+    rows = {row[0]: row[1:] for row in page.table("Metrics of all runs on the same 24 queries")}
     assert rows["MAP@R"][1:] == ["–", "–"]
     assert "Correct in run only" in page.text
 
@@ -229,7 +231,7 @@ def test_binary_codes_are_among_the_metrics(home, table):
     assert result.matches_run
     assert result.scores["codes"] == pytest.approx(results, abs=1e-12)
     for one in (result, replace(result, matches_run=False)):
-        caption = "Metrics of the test set" if one.matches_run else "Metrics of the images of this"
+        caption = "Metrics of the test set" if one.matches_run else "Metrics on the images of this"
         rows = {row[0]: row[1:] for row in Page(report_page(record, one)).table(caption)}
         for name in ("recall@1", "MAP@R", "ndcg@4"):
             *_, shown, interval = rows[f"{name}, codes (Hamming)"]
@@ -271,7 +273,7 @@ def test_comparison_without_the_images_of_one_run(runs, moved, call, tmp_path):
     assert "/gone/images.csv" in out
     page = Page((tmp_path / "page.html").read_bytes())
     assert_alone(page)
-    caption = "Metrics of the selected epochs as each run reported them"
+    caption = "Metrics that each run reported"
     rows = {row[0]: row[1:] for row in page.table(f"{caption}, test set")}
     results = [RunFolder(path).read_results()["selected"]["test"] for path in (runs[1], moved)]
     assert rows["recall@1"] == [f"{100 * one['recall@1']:.1f}" for one in results]
@@ -304,7 +306,9 @@ def test_run_without_held_out_or_test_images(home, table, tmp_path, call):
     assert "No metrics were computed" in Page((tmp_path / "all" / "report.html").read_bytes()).text
     call(tmp_path / "all", "--data", table)
     text = Page((tmp_path / "all" / "report.html").read_bytes()).text
-    assert "Metrics of the images of this report" in text
+    assert "Metrics on the images of this report" in text
+    assert "Last epoch" in text
+    assert "Selected epoch" not in text
 
 
 def test_columns_and_bad_images_come_from_the_recipe_or_options(moved, tmp_path, call):
@@ -337,7 +341,7 @@ def test_interrupted_run(home, table, tmp_path, call):
     out = call(tmp_path / "interrupted")
     assert "unfinished; 1 of 2 epochs are logged" in out
     page = Page((tmp_path / "interrupted" / "report.html").read_bytes())
-    assert "the last saved one, of epoch 1" in page.text
+    assert "its last saved embedder is of epoch 1" in page.text
     assert page.table("Every class")
     # And one that has hardly begun.
     shutil.rmtree(tmp_path / "interrupted" / "embedder")
