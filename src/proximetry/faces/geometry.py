@@ -40,6 +40,12 @@ def similarity(points: Floats, targets: Floats) -> npt.NDArray[np.float64] | Non
 
     In the plane, a similarity is a linear map of complex numbers, z → az + b, so this is linear
     regression. None if the points coincide or would shrink to one point.
+
+    Examples:
+        >>> targets = template("112x112")
+        >>> similarity(targets / 2 - 5, targets).round(3)
+        array([[ 2., -0., 10.],
+               [ 0.,  2., 10.]])
     """
     z, w = (np.asarray(p, np.float64) @ (1, 1j) for p in (points, targets))
     centered = z - z.mean()

@@ -174,6 +174,19 @@ def identify_people(
     Each image of a person is a probe for each other image of that person among all distractors.
     Vectors combine image and mirror image, unless the distractors are vectors of images only, and
     are compared by cosine. Distractors are streamed, not held in memory.
+
+    Examples:
+        >>> from PIL import Image
+        >>> from proximetry import Embedder
+        >>> from proximetry.faces import identify_people, open_embedder, read_people
+        >>> for name, color in (("ann/1", "red"), ("ann/2", "red"), ("bob/1", "blue")):
+        ...     Path("people", name).parent.mkdir(parents=True, exist_ok=True)
+        ...     Image.new("RGB", (32, 32), color).save(f"people/{name}.png")
+        >>> embedder = Embedder.create("small_convnet", 8, weights="none", image_size=32)
+        >>> folder = embedder.save("embedder")
+        >>> people = read_people("people")  # Bob, with a single image, is a distractor
+        >>> identify_people(open_embedder(folder), people).result.rates[1]
+        1.0
     """
     distractors, views, concat_flip = people.distractors, embedder.views, not embedder.flip_tta
     if isinstance(distractors, np.ndarray):

@@ -97,6 +97,20 @@ def verify_pairs(
         bad_images: "error" raises for unreadable images, "skip" skips their pairs.
         progress: called with (images done, images in total).
         group: processes that share the images and return the same result.
+
+    Examples:
+        >>> from PIL import Image
+        >>> from proximetry import Embedder
+        >>> from proximetry.faces import open_embedder, read_protocol, verify_pairs
+        >>> for name, color in (("a1", "red"), ("a2", "red"), ("b1", "blue"), ("b2", "blue")):
+        ...     Image.new("RGB", (32, 32), color).save(f"{name}.png")
+        >>> pairs = Path("pairs.csv")
+        >>> size = pairs.write_text("a1,a2,1\\nb1,b2,1\\na1,b1,0\\na2,b2,0\\n")
+        >>> embedder = Embedder.create("small_convnet", 8, weights="none", image_size=32)
+        >>> folder = embedder.save("embedder")
+        >>> result = verify_pairs(open_embedder(folder), read_protocol(pairs, "."))
+        >>> result.result.accuracy
+        1.0
     """
     faces = FileEmbedder(embedder, not embedder.flip_tta, batch_size, bad_images, group)
     templates = protocol.templates

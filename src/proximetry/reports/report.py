@@ -53,6 +53,16 @@ def write_report(
 
     Returns:
         The missing sections, each with the reason.
+
+    Examples:
+        >>> import numpy as np
+        >>> from proximetry.training import Recipe, train
+        >>> vectors = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
+        >>> np.savez("vectors.npz", vectors=vectors, labels=np.repeat(list("abcdefghij"), 4))
+        >>> settings = {"data.root": "vectors.npz", "training.epochs": 1}
+        >>> results = train(Recipe.load("vectors", settings), "run")
+        >>> write_report([Path("run")], Path("report.html"))
+        []
     """
     if columns and source is None:
         raise UsageError("--columns without --data. Pass the table as --data.")

@@ -76,6 +76,22 @@ class Gallery:
         path: the folder; for a gallery on Milvus, the local folder of staged vectors.
         name: the folder or the address.
         skipped: the images that the last `build` or `add` could not read.
+
+    Examples:
+        With vectors that are already computed (without ``vectors=`` the files are embedded):
+
+        >>> import numpy as np
+        >>> from proximetry import Embedder, Gallery
+        >>> embedder = Embedder.create("vectors", None, weights="none", input_dim=2)
+        >>> gallery = Gallery.build(
+        ...     embedder,
+        ...     ["a.jpg", "b.jpg", "c.jpg"],
+        ...     "gallery",
+        ...     labels=["jay", "jay", "crow"],
+        ...     vectors=np.array([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]]),
+        ... )
+        >>> gallery.search(np.array([1.0, 0.1]), k=2).labels.tolist()
+        [['jay', 'jay']]
     """
 
     def __init__(self, path: Path, name: str, snapshot: AnySnapshot) -> None:
@@ -160,6 +176,10 @@ class Gallery:
             path: the folder, or the address on Milvus.
             embedder: the embedder that built the gallery; by default loaded from the folder on
                 first use. Milvus does not store it.
+
+        Examples:
+            >>> Gallery.open("gallery")
+            Gallery('gallery': 3 images, 2 dimensions, cosine, index Flat)
         """
         if is_milvus(path):
             from proximetry.search.milvus import MilvusGallery
@@ -320,6 +340,13 @@ class Gallery:
 
         With `replace`, images that are already in the gallery are embedded again under new ids;
         files without `labels` keep their metadata. Without it, such images raise UsageError.
+
+        Examples:
+            >>> gallery = Gallery.open("gallery")
+            >>> gallery.add(["d.jpg"], labels=["crow"], vectors=np.array([[0.6, 0.8]]))
+            array([3])
+            >>> len(gallery)
+            4
         """
         new_images = NewImages(
             images, self.dim, labels, vectors, bad_images, batch_size, progress, report
@@ -448,6 +475,11 @@ class Gallery:
                 the original query.
             batch_size: images per forward pass.
             progress: called with (done, total) while images are embedded.
+
+        Examples:
+            >>> result = Gallery.open("gallery").search(np.eye(2), k=2, where={"label": "jay"})
+            >>> result.ids.tolist()
+            [[0, 1], [1, 0]]
         """
         if not is_integer(k):
             raise UsageError(f"k must be an integer of at least 1, got {k!r}")
@@ -509,6 +541,10 @@ class Gallery:
 
         Images without a class do not vote; ties go to the class of the nearer image. Arguments are
         as in `search`.
+
+        Examples:
+            >>> Gallery.open("gallery").predict(np.array([0.9, 0.3]), k=3)
+            [Prediction(label='jay', votes=2, neighbors=3)]
         """
         return self.search(queries, k, where=where).predictions
 
@@ -532,6 +568,10 @@ class Gallery:
                 (half size, recompressed, mirrored, brightened, cropped) meet it, and few different
                 images do. If no image can be read, it is a cosine of 0.99.
             progress: called with (done, total).
+
+        Examples:
+            >>> Gallery.open("gallery").duplicates(threshold=0.95).pairs.tolist()
+            [[1, 3]]
         """
         snapshot = self._snapshot
         stored = isinstance(snapshot, Snapshot) or self._embedder is not None

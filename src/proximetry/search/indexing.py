@@ -50,6 +50,17 @@ def index(
         device: such as "cpu" or "cuda:1"; None chooses the best available.
         progress: called with (done, total) while images are embedded and indexed.
         report: called with messages, such as the network and the index.
+
+    Examples:
+        >>> from PIL import Image
+        >>> from proximetry import Embedder, index
+        >>> for color in ("red", "green", "blue"):
+        ...     Image.new("RGB", (32, 32), color).save(f"{color}.png")
+        >>> embedder = Embedder.create("small_convnet", 8, weights="none", image_size=32)
+        >>> gallery = index(["red.png", "green.png", "blue.png"], model=embedder)
+        index: auto → Flat for 3 images: every search is exact
+        >>> gallery.search("green.png", k=1).ids
+        array([[1]])
     """
     if isinstance(images, Catalog):
         table = metadata.from_images(images)

@@ -32,6 +32,19 @@ class SearchResult:
         scores: with query expansion or re-ranking, the values that order the images: similarities
             to the expanded query, or negative k-reciprocal distances. Otherwise None.
         queries: the images of the queries; None for those that are vectors.
+
+    Examples:
+        >>> import numpy as np
+        >>> from proximetry import Embedder, Gallery
+        >>> embedder = Embedder.create("vectors", None, weights="none", input_dim=2)
+        >>> gallery = Gallery.build(
+        ...     embedder, ["a.jpg", "b.jpg"], "gallery", labels=["jay", "crow"], vectors=np.eye(2)
+        ... )
+        >>> result = gallery.search(np.array([0.6, 0.8]), k=2)
+        >>> result.ids[0], result.similarities[0]
+        (array([1, 0]), array([0.8, 0.6], dtype=float32))
+        >>> result.labels[0].tolist()
+        ['crow', 'jay']
     """
 
     ids: IntArray
