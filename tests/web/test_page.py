@@ -192,7 +192,7 @@ def test_threshold_class_filter_and_number_of_results(visit, shared):
     assert f"{left} of {TOTAL - 1} images" in page.locator("#results-about").inner_text()
     assert f"{left} of {TOTAL - 1} images" in page.locator("#status").inner_text()
     page.locator("#threshold").fill("1")
-    assert "No results above" in page.locator("#grid").inner_text()
+    assert "No results within" in page.locator("#grid").inner_text()
     page.locator("#threshold").fill("0")
     assert page.locator("#grid li:not([hidden])").count() == TOTAL - 1
     page.locator("#class").fill("class03")

@@ -132,12 +132,12 @@ def evaluate(
             notes += evaluator.leakage_warnings(model, catalog)
         codes = model is not None and model.architecture.binary
         role_catalog = evaluation_inputs.drop_unused_roles(catalog)
-        scored = evaluator.score_queries(
+        evaluations = evaluator.score_queries(
             vectors, role_catalog, similarity, metrics, eval_dims, binary=codes, progress=report
         )
         arguments = evaluation_inputs.evaluation_arguments(vectors, role_catalog, similarity)
         rows = make_rows(
-            next(iter(scored.values())),
+            next(iter(evaluations.values())),
             arguments,
             metrics,
             report,
@@ -153,7 +153,7 @@ def evaluate(
         "split": split_name,
         "images": len(catalog),
         "classes": len(catalog.class_names),
-        **describe(scored, arguments, per_class=per_class, confusions=confusions),
+        **describe(evaluations, arguments, per_class=per_class, confusions=confusions),
         **({"rows": rows} if rows else {}),
         "layout": catalog.layout,
         "notes": [*catalog.notes, *notes],
@@ -191,13 +191,13 @@ def describe(
     from proximetry.metrics.intervals import INTERVALS
     from proximetry.training.evaluator import average_scores
 
-    whole = next(iter(queries.values()))
+    evaluation = next(iter(queries.values()))
     document: dict[str, Any] = {
         "metrics": average_scores(queries),
-        "intervals": {name: [one.low, one.high] for name, one in whole.bootstrap().items()},
+        "intervals": {name: [one.low, one.high] for name, one in evaluation.bootstrap().items()},
         "interval_method": INTERVALS,
     }
-    if (pairs := whole.verification) is not None:
+    if (pairs := evaluation.verification) is not None:
         document["verification"] = {
             "accuracy": pairs.accuracy,
             "standard_error": pairs.standard_error,
@@ -209,9 +209,9 @@ def describe(
             "eer": pairs.eer,
         }
     if per_class:  # a row of metrics for each class, worst first
-        table = {name: column.tolist() for name, column in whole.per_class().items()}
+        table = {name: column.tolist() for name, column in evaluation.per_class().items()}
         rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
-        by = "map@r" if "map@r" in table else next(iter(whole.scores))
+        by = "map@r" if "map@r" in table else next(iter(evaluation.scores))
         document["per_class"] = sorted(rows, key=lambda row: float(row[by]))
     if confusions:
         document["confusions"] = [

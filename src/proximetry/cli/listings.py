@@ -72,19 +72,19 @@ def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
     from proximetry.models.weights import PACKAGES
     from proximetry.recipe.loading import plain_values, shipped_recipes
 
-    listed = extra_backbones() | dict.fromkeys(PACKAGES, "ImageNet weights without a download.")
+    notes = extra_backbones() | dict.fromkeys(PACKAGES, "ImageNet weights without a download.")
     for recipe in shipped_recipes():
         values = plain_values(recipe)
         if values["data"]["dataset"] == "folder":
             network = values["model"]["backbone"].partition(".")[0]  # a tag follows the dot
-            listed.setdefault(network, f"`proximetry train IMAGES --recipe {recipe}`.")
+            notes.setdefault(network, f"`proximetry train IMAGES --recipe {recipe}`.")
     has_wildcards = pattern is not None and set("*?[") & set(pattern)
     names = list_backbones(pattern if has_wildcards and pattern else f"*{pattern or ''}*")
     if not names:
         raise UsageError(f"no backbone matches {pattern!r}. Try a shorter part of the name.")
-    matches = {name: about for name, about in listed.items() if name in names}
+    matches = {name: about for name, about in notes.items() if name in names}
     if pattern is not None or as_json:
-        matches |= {name: listed.get(name, "") for name in names}
+        matches |= {name: notes.get(name, "") for name in names}
     text = columns({name: [about] for name, about in matches.items()})
     if pattern is None:
         text += f"\n\nand {len(names) - len(matches)} more in timm: proximetry backbones 'resnet*'"

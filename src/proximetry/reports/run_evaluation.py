@@ -179,7 +179,7 @@ def evaluate_run(
     catalog = drop_unused_roles(catalog)
     similarity = embedder.architecture.similarity
     dims = [dim for dim in settings.eval_dims if dim < embedder.dim]
-    scored = evaluator.score_queries(
+    evaluations = evaluator.score_queries(
         vectors,
         catalog,
         similarity,
@@ -188,19 +188,19 @@ def evaluate_run(
         binary=embedder.architecture.binary,
         progress=progress,
     )
-    scores = evaluator.average_scores(scored)
-    before = record.selected.get(split, {})
-    changed = [
-        f"{name} {100 * before[name]:.2f} → {100 * scores[name]:.2f}"
+    scores = evaluator.average_scores(evaluations)
+    recorded_scores = record.selected.get(split, {})
+    changes = [
+        f"{name} {100 * recorded_scores[name]:.2f} → {100 * scores[name]:.2f}"
         for name in scores
-        if isinstance(before.get(name), float)
+        if isinstance(recorded_scores.get(name), float)
         and name not in COUNTS
-        and not math.isclose(before[name], scores[name], abs_tol=_ROUNDING)
+        and not math.isclose(recorded_scores[name], scores[name], abs_tol=_ROUNDING)
     ]
-    if changed:
+    if changes:
         notes.append(
             "the images or the embedder have changed since the run was evaluated: "
-            f"{join_first(changed, 4)}"
+            f"{join_first(changes, 4)}"
         )
     if not record.results:
         epoch = (embedder.metrics or {}).get("epoch")
@@ -215,12 +215,12 @@ def evaluate_run(
         split,
         train,
         vectors,
-        next(iter(scored.values())),
+        next(iter(evaluations.values())),
         scores,
         retrieve(**evaluation_arguments(vectors, catalog, similarity), k=NEIGHBORS),
         queries,
         gallery,
-        split in record.selected and not changed,
+        split in record.selected and not changes,
         notes,
     )
 

@@ -242,17 +242,17 @@ def confused_pairs(run: RunEvaluation) -> list[tuple[str, str, int, int]]:
 
 def classes_section(run: RunEvaluation) -> ReportSection:
     """Return the most confused classes and the metrics of each class."""
-    scored = run.evaluation.per_class()
-    names = [str(label) for label in scored["label"]]
-    queries = dict(zip(names, scored["queries"].tolist(), strict=True))
+    class_scores = run.evaluation.per_class()
+    names = [str(label) for label in class_scores["label"]]
+    queries = dict(zip(names, class_scores["queries"].tolist(), strict=True))
     pairs = confused_pairs(run)
     first, ranking = next(iter(run.evaluation.scores)), run.ranking_metric
     metrics, title = list(dict.fromkeys([first, ranking])), metric_title(first)
     rows = [
-        (names[i], queries[names[i]], [scored[name][i] for name in metrics])
-        for i in np.lexsort((scored[ranking], scored[first]))
+        (names[i], queries[names[i]], [class_scores[name][i] for name in metrics])
+        for i in np.lexsort((class_scores[ranking], class_scores[first]))
     ]
-    bins = np.bincount(np.minimum((scored[first] * 10).astype(int), 10), minlength=11)
+    bins = np.bincount(np.minimum((class_scores[first] * 10).astype(int), 10), minlength=11)
     labels = [*(f"{10 * n}–{10 * n + 10}" for n in range(10)), "100"]
     bars = dict(zip(labels, map(float, bins), strict=True))
     x_label = f"{title}, percent"

@@ -113,8 +113,8 @@ class Store:
         size = max(1, _MAX_GATHERED_VALUES // (positions.shape[1] * queries.shape[1]))
         for part in chunks(len(positions), size):
             valid = positions[part] >= 0
-            taken = take(self.vectors, self.starts, np.where(valid, positions[part], 0).ravel())
-            vectors = taken.reshape(*valid.shape, -1)
+            rows = take(self.vectors, self.starts, np.where(valid, positions[part], 0).ravel())
+            vectors = rows.reshape(*valid.shape, -1)
             part_scores = exact_scores(queries[part], vectors, self.similarity)
             scores[part] = np.where(valid, part_scores, -np.inf)
         return scores
