@@ -151,7 +151,7 @@ def _prepare(tokens: list[str]) -> list[str]:
         option = prepared[-1] if prepared and re.fullmatch("--[^=]+", prepared[-1]) else ""
         if option and word in ("true", "false"):
             prepared[-1] += f"={word}"
-        elif option and _LIST.fullmatch(word):  # moved to the end, where it takes no argument
+        elif option and _LIST.fullmatch(word):  # moved to the end, so that it takes no arguments
             lists += [prepared.pop(), *word.split(",")]
         elif name.startswith("--") and _LIST.fullmatch(value):
             lists += [name, *value.split(",")]
