@@ -32,7 +32,7 @@ def test_killed_changes_are_atomic_and_resume(tmp_path):
     for change in ("build", "add", "remove", "update", "update_images", "compact"):
         assert results[change] > 5, "too few kill points"
     assert results["random"] > 0
-    assert results["together"] == 60 + 2 * 8 * 5
+    assert results["concurrent"] == 60 + 2 * 8 * 5
 
 
 @pytest.fixture
