@@ -190,7 +190,7 @@ def test_extra_all_installs_from_a_folder_of_wheels(built, tmp_path):
     """pip resolves the extras of the wheel to the versions that the tests run with."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
-    versions = {name: write_stub(wheels, name) for name in needed("all")}
+    versions = {name: write_stub(wheels, name) for name in required_distributions("all")}
     versions = {name: version for name, version in versions.items() if version}
     venv.create(tmp_path / "env", with_pip=True)
     (pip,) = tmp_path.glob("env/*/pip")

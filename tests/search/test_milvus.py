@@ -350,7 +350,7 @@ def test_commands(images, address, tmp_path, monkeypatch, capfd):
     result = call("search", query, *where, "--model", "model", "-k", 2, "--json")
     (one,) = json.loads(result)["queries"]
     # Embedded in different batches, copies need not have equal vectors.
-    assert {os.path.basename(image["path"]) for image in one["found"]} == {"0.png", "copy.png"}
+    assert {os.path.basename(image["path"]) for image in one["results"]} == {"0.png", "copy.png"}
     assert "1 group, 2 of 49 images" in call("duplicates", address, "--threshold", 0.99999)
 
 

@@ -42,7 +42,7 @@ def test_index_search_and_duplicates(home, call):
     assert len(lines) == 5
     result = json.loads(call("search", query, "images/class01/1.png", "--k", "2", "--json"))
     assert [one["query"] for one in result["queries"]] == [query, "images/class01/1.png"]
-    assert result["queries"][0]["found"][1] == {
+    assert result["queries"][0]["results"][1] == {
         "id": 4,
         "similarity": 1.0,
         "path": str(home / "images/class00/copy.png"),
@@ -164,7 +164,7 @@ def test_columns_of_a_table_are_stored_and_filtered(home, call):
     def find(*where):
         words = [word for one in where for word in ("--where", one)]
         (answer,) = json.loads(call("search", query, "-k", "20", "--json", *words))["queries"]
-        return {one["id"]: one for one in answer["found"]}
+        return {one["id"]: one for one in answer["results"]}
 
     assert len(find()) == 12
     assert (find()[2]["year"], find()[2]["color"]) == (1999, None)

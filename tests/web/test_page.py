@@ -108,7 +108,9 @@ def test_start_page_and_search_by_click(visit, shared):
     assert near in card.inner_text()
     assert str(expected.labels[0, 3]) in card.inner_text()
     assert card.get_attribute("aria-label").startswith("Rank 3, class")
-    assert f"{TOTAL - 1} images · most are class" in page.locator("#results-about").inner_text()
+    assert (
+        f"{TOTAL - 1} images · most frequent: class" in page.locator("#results-about").inner_text()
+    )
     card.click()
     page.wait_for_url(f"**#item/{expected.ids[0, 3]}")
     ranks(page)

@@ -36,7 +36,9 @@ def list_(*, as_json: AsJson = False) -> None:
         lines += [f"{'name':30}{'size':>10}  {'last used':16}  images", *map(_describe, caches)]
     if leftovers:
         size = readable_size(_size(leftovers))
-        lines.append(f"{size} of interrupted caches; any `proximetry cache clean` removes them")
+        lines.append(
+            f"{size} of interrupted caches; `proximetry cache clean --unused-for 1d` removes them"
+        )
     document = {
         "folder": str(cache_folder()),
         "bytes": total,

@@ -83,7 +83,7 @@ def search(
         "images": len(opened),
         "similarity": result.similarity,
         "queries": [
-            {"query": name, "prediction": prediction._asdict(), "found": images}
+            {"query": name, "prediction": prediction._asdict(), "results": images}
             for (name, images), prediction in zip(lists, predictions, strict=True)
         ],
     }

@@ -125,7 +125,7 @@ function applyThreshold() {
   }
   const summary = visible === total ? pluralize(total, "image", "images") : `${formatCount(visible)} of ${pluralize(total, "image", "images")}`;
   const { label, votes, neighbors } = current.prediction;
-  const vote = label === null ? "" : ` \u00b7 most are ${label} (${votes} of ${neighbors})`;
+  const vote = label === null ? "" : ` \u00b7 most frequent: ${label} (${votes} of ${neighbors})`;
   $("results-about").textContent = `${summary}${vote} \u00b7 ${Math.round(current.milliseconds)} ms`;
   announce(`${summary}${visible ? `, the nearest ${cosine() ? "with similarity" : "at distance"} ${score(current.results[0].similarity)}` : ""}.`);
 }
