@@ -204,10 +204,11 @@ def recipe_keys(section: str) -> str:
 
 
 def recipes() -> str:
-    """Return the table of the shipped recipes."""
-    values = {name: loading.plain_values(name) for name in loading.shipped_recipes()}
-    rows = [(f"`{n}`", one["data"]["dataset"], one["about"]) for n, one in values.items()]
-    return table(("recipe", "dataset", "about"), rows)
+    """Return the table of the shipped recipes; recipes for several datasets share a row."""
+    names: dict[str, list[str]] = {}
+    for name in loading.shipped_recipes():
+        names.setdefault(loading.plain_values(name)["about"], []).append(f"`{name}`")
+    return table(("recipes", "about"), ((", ".join(same), about) for about, same in names.items()))
 
 
 def datasets() -> str:
