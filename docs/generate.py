@@ -122,7 +122,7 @@ def use(name: str) -> str:
 
 
 def losses() -> str:
-    """Return the table of all losses, for users."""
+    """Return the table of all losses."""
     head = "loss", "class", "similarity S", "positive logit", "negative logit"
     rows = [
         (
@@ -137,20 +137,6 @@ def losses() -> str:
         for name, cls in package_losses()
     ]
     return table((*head, "grouped by", "join"), rows)
-
-
-def forms() -> str:
-    """Return the table of all losses, for authors of losses."""
-    rows = [
-        (
-            f"`{cls.__name__}`",
-            f"{cls.form.similarity}, {cls.form.by}, {cls.form.join}",
-            logit(cls, "positive_logit"),
-            logit(cls, "negative_logit"),
-        )
-        for _, cls in package_losses()
-    ]
-    return table(("class", "similarity, by, join", "`positive_logit`", "`negative_logit`"), rows)
 
 
 def pair_losses() -> str:
@@ -244,7 +230,6 @@ PARTS: dict[str, Callable[..., str]] = {
     "shared_settings": shared_settings,
     "use": use,
     "losses": losses,
-    "forms": forms,
     "pair_losses": pair_losses,
 }
 

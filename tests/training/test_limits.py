@@ -111,5 +111,5 @@ def test_limits_are_validated(recipe):
     for value in ("10", "m", "0s", "-1m", "10 m"):
         with pytest.raises(ValueError, match=r"training.max_time must be a duration"):
             with_(recipe, "training", max_time=value)
-    with pytest.raises(ValueError, match="max_steps and two_stages exclude each other"):
+    with pytest.raises(ValueError, match="max_steps and two_stages cannot be combined"):
         with_(recipe, "training", max_steps=3, two_stages=True)

@@ -77,6 +77,6 @@ TableColumns = Annotated[
     ColumnPairs,
     Parameter(
         name=["--columns", "--data.columns"],
-        help="column names of a table if they differ: path=file,label=category.",
+        help="names of table columns, if different: path=file,label=category.",
     ),
 ]

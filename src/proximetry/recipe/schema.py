@@ -115,7 +115,7 @@ class DataConfig(Section):
     dataset: str = _key("folder", "dataset name; see `proximetry datasets`")
     root: UserPath | None = _key(None, "path of the images; not needed for glyphs", role="path")
     columns: dict[str, Text] = _key(
-        {}, "column names of a table if they differ: path=file,label=category"
+        {}, "names of table columns, if different: path=file,label=category"
     )
     labels_from_name: Text | None = _key(
         None,
@@ -213,8 +213,8 @@ class ModelConfig(Section):
     )
     lora_rank: Count | None = _key(
         None,
-        "train LoRA adapters (Hu et al. 2022) of this rank, such as 8 or 16, in transformer blocks "
-        "instead of the backbone; merged when saved",
+        "train LoRA adapters (Hu et al. 2022) of this rank, such as 8 or 16, in the transformer "
+        "blocks instead of the backbone itself; merged when saved",
         le=1024,
     )
     lora_alpha: Number | None = _key(
@@ -237,7 +237,7 @@ class ModelConfig(Section):
     )
     squash: Flag | None = _key(
         None,
-        "resize both sides in evaluation, ignoring the aspect ratio; resize then defaults to "
+        "in evaluation, resize both sides, ignoring the aspect ratio; resize then defaults to "
         "image_size; null uses the backbone's",
     )
     freeze_batchnorm: Flag = _key(False, "freeze the running statistics of batch norm")
@@ -249,7 +249,7 @@ class ModelConfig(Section):
     )
     tta_crops: tuple[Annotated[Number, Field(gt=0, lt=1)], ...] = _key(
         (),
-        "test-time augmentation: also average features over upscaled center crops of these "
+        "test-time augmentation: also average features over enlarged center crops of these "
         "fractions, such as 0.875 (one forward pass each)",
     )
 
@@ -263,11 +263,11 @@ class ModelConfig(Section):
             ((pca or 0) > self.dim, f"pca_dim {pca} is more than dim {self.dim}"),
             (self.whitening and not pca, f"whitening {self.whitening} needs pca_dim"),
             (self.lora_alpha and not self.lora_rank, "lora_alpha needs lora_rank"),
-            (frozen and self.lora_rank, "freeze_backbone and lora_rank exclude each other"),
-            (frozen and self.drop_path, "freeze_backbone and drop_path exclude each other"),
+            (frozen and self.lora_rank, "freeze_backbone and lora_rank cannot be combined"),
+            (frozen and self.drop_path, "freeze_backbone and drop_path cannot be combined"),
             (frozen and self.pooling == "gem-learned", "freeze_backbone needs pooling gem"),
             (bits and self.dim != bits, f"dim {self.dim} and bits {bits} differ"),
-            (bits and pca, f"pca_dim {pca} and bits {bits} exclude each other"),
+            (bits and pca, f"pca_dim {pca} and bits {bits} cannot be combined"),
             (len(self.tta_crops) > MAX_TTA_CROPS, f"tta_crops has more than {MAX_TTA_CROPS}"),
         ):
             if applies:
@@ -280,7 +280,7 @@ class LossConfig(Section):
 
     name: str = _key(
         DEFAULTS["loss.name"],
-        "loss name, see `proximetry losses`; or module:Class of a custom loss, called as "
+        "loss name (see `proximetry losses`), or module:Class of a custom loss, called as "
         "loss(embeddings, labels)",
     )
     settings: dict[str, Setting] = _key(
@@ -309,7 +309,7 @@ class LossConfig(Section):
 
         for key in ("exclusive", "angular_center"):
             if self.sharded and getattr(self, key):
-                raise ValueError(f"{key} and sharded exclude each other")
+                raise ValueError(f"{key} and sharded cannot be combined")
         if self.name.startswith(CUSTOM) or CLASS_PATH.fullmatch(self.name):
             return self
         where = "name: "
@@ -434,7 +434,7 @@ class TrainingConfig(Section):
     def _check(self) -> Self:
         for key in ("max_steps", "max_time"):
             if self.two_stages and getattr(self, key) is not None:
-                raise ValueError(f"{key} and two_stages exclude each other")
+                raise ValueError(f"{key} and two_stages cannot be combined")
         return self
 
     def duration(self) -> list[Any]:
@@ -456,16 +456,16 @@ class EvaluationConfig(Section):
 
     protocol: Protocol = _key(
         "held_out",
-        "epoch selection: held_out on held-out training classes; last takes the last epoch; paper "
-        "on the test set, as many papers do",
+        "epoch selection: held_out selects on held-out training classes, last takes the last epoch, "
+        "paper selects on the test set, as many papers do",
     )
     held_out: Number = _key(
         0.2, "fraction of training classes to hold out, at least three classes", gt=0, lt=1
     )
     every: AutoCount = _key(
         1,
-        "epochs between evaluations; auto: a tenth of the epochs, which is the minimum if no split "
-        "is evaluated",
+        "epochs between evaluations; auto: a tenth of the epochs, also the minimum if there is no "
+        "split to evaluate during training",
     )
     watch_test: Flag = _key(
         False,
@@ -517,7 +517,7 @@ class Recipe(Section):
                 f"{format_value(list(dims))}"
             )
         if self.model.bits is not None and dims:
-            raise ValueError("evaluation.eval_dims and model.bits exclude each other")
+            raise ValueError("evaluation.eval_dims and model.bits cannot be combined")
         if self.model.bits is not None and evaluation.similarity != "cosine":
             raise ValueError("evaluation.similarity must be cosine with model.bits")
         if evaluation.protocol == "last" and self.schedule.name == "plateau":
