@@ -456,8 +456,8 @@ class EvaluationConfig(Section):
 
     protocol: Protocol = _key(
         "held_out",
-        "epoch selection: held_out selects on held-out training classes, last takes the last epoch, "
-        "paper selects on the test set, as many papers do",
+        "epoch selection: held_out selects on held-out training classes, paper on the test set, as "
+        "many papers do; last takes the last epoch",
     )
     held_out: Number = _key(
         0.2, "fraction of training classes to hold out, at least three classes", gt=0, lt=1
