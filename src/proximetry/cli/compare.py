@@ -26,7 +26,7 @@ def compare(
     parallel: Annotated[int, Parameter(validator=Number(gte=1))] = 1,
     overrides: RecipeOptions = {},  # noqa: B006
 ) -> None:
-    """Compare losses on your images: means over seeds, intervals, significant differences.
+    """Compare losses on your images: means over seeds, confidence intervals, significance tests.
 
     Every loss is trained with every seed and evaluated on held-out classes at the last epoch.
     Finished runs are kept: repeat an interrupted command to resume it.

@@ -77,7 +77,7 @@ def evaluate(
         split: split to evaluate; default: test if it has images, else all.
         options: metrics; `proximetry metrics` lists the defaults.
         eval_dims: also evaluate the first d dimensions of the embedding, for each d.
-        per_class: also list the classes with the worst metrics; with --json and --out, all.
+        per_class: also list the classes with the lowest metrics; all classes with --json or --out.
         confusions: also list this many of the most confused pairs of classes.
         binary: also evaluate binary codes, with and without re-ranking by the vectors, and list
             bytes per image.

@@ -8,7 +8,7 @@ from proximetry.cli.output import check_out, echo
 
 
 def export(embedder: EmbedderFolder, out: Path, *, opset: int = 18) -> None:
-    """Export an embedder to ONNX and verify it with onnxruntime against torch.
+    """Export an embedder to ONNX and compare its output in onnxruntime with torch.
 
     Args:
         out: the .onnx file to write.

@@ -15,7 +15,7 @@ from proximetry.faces import Keep, Size
 
 INPUT = (
     "input of an ONNX file, as JSON or a JSON file: size, channels, range, mean, std, output; "
-    "default: the .json file beside it, else 112×112, RGB, (x − 127.5) / 127.5."
+    "default: the .json file next to it, else 112×112, RGB, (x − 127.5) / 127.5."
 )
 EmbedderSource = Annotated[
     Path,
@@ -154,9 +154,9 @@ def identify(
 ) -> None:
     """Identify faces among many distractors: MegaFace's protocol.
 
-    Each image of a person is a probe for each other image of that person among all distractors.
-    Prints how often that image is the nearest (rank 1) or among the k nearest, and TAR at FAR over
-    all pairs of a probe and a distractor.
+    Each image of a person is a probe that searches for each other image of that person among all
+    distractors. Prints how often that image is the nearest (rank 1) or among the k nearest, and TAR
+    at FAR over all pairs of a probe and a distractor.
 
     Args:
         probes: folder with one folder of images per person.

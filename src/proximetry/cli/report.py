@@ -22,7 +22,7 @@ def report(
         runs: a run folder, or several to compare with the first.
         out: output file; default: report.html in the run folder, or comparison.html in the first
             of several.
-        data: images to evaluate on if not the run's, or if these have moved: a folder of class
+        data: images to evaluate on instead of the run's, or their new path: a folder of class
             folders, a CSV or Parquet table (by default with the run's columns), a tar file, or a
             dataset that `proximetry datasets` lists.
         root: folder of that dataset, or of the run's dataset if there is no --data.

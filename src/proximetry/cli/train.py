@@ -119,8 +119,8 @@ def train(
         images: a folder of class folders, a table (.csv, .parquet), a tar file, or a dataset's
             name; or precomputed vectors (.npz, .npy, .parquet, as `proximetry embed` writes); or a
             recipe (shipped name or YAML file) with a dataset, whose path is --data.root.
-        out: run folder; a run in it is resumed with the recipe it was started with. Default: in
-            runs/, named after the images or the recipe.
+        out: run folder; a run in it resumes with its own recipe. Default: in runs/, named after the
+            images or the recipe.
         recipe: for your images: a shipped recipe's name or a YAML file (see: proximetry recipes);
             default: `default` on a GPU, `default-cpu` elsewhere, `vectors` for vectors.
         fresh: remove the run in the folder, even if it is complete, and start over.

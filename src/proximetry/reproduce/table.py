@@ -41,7 +41,7 @@ class ReproduceOptions:
     Attributes:
         seeds: one run per row and seed
         rows: only these rows of the table; default: all
-        parallel: number of concurrent runs; seconds are then not compared
+        parallel: number of concurrent runs; seconds are compared only if it is 1
         backbone: replaces the table's backbone, such as bn_inception or resnet50.tv_in1k
         weights: weights of the backbone: auto, package, hub, none, or a file
         epochs: replaces the number of epochs; schedule and evaluation interval scale too

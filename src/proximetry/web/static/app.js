@@ -40,7 +40,7 @@ export async function request(path, options = {}, tries = 4) {
     return request(path, options, tries - 1);
   }
   const content = await response.json().catch(() => null);
-  if (!response.ok) throw new Error(asSentence(content?.detail ?? `The server answered ${response.status}`));
+  if (!response.ok) throw new Error(asSentence(content?.detail ?? `The server returned status ${response.status}`));
   return content;
 }
 
@@ -281,7 +281,7 @@ function flatten(values, prefix = "") {
 
 /** Create a table with a column per evaluated split and a row per metric. */
 function metricsTable(metrics) {
-  if (!metrics) return make("p", { className: "hint" }, "None: the embedder does not come from a training run.");
+  if (!metrics) return make("p", { className: "hint" }, "None: the embedder has no training run.");
   const sets = Object.entries(metrics).filter(([, value]) => isGroup(value)).map(([name, value]) => [name, new Map(flatten(value))]);
   const scalars = Object.entries(metrics).filter(([, value]) => !isGroup(value));
   if (!sets.length) sets.push(["value", new Map(scalars.splice(0))]);

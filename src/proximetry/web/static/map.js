@@ -34,7 +34,7 @@ export class MapView {
           if (first) this.fit();
           if (!data.outdated || $("view-map").hidden) break;
         } else {
-          this.showState(`Computing the map (${Math.round(data.seconds)} s). ${data.images > 5000 ? "This takes minutes. " : ""}You can already search.`);
+          this.showState(`Computing the map (${Math.round(data.seconds)} s). ${data.images > 5000 ? "This may take minutes. " : ""}You can already search.`);
           if ($("view-map").hidden) break;
         }
         await new Promise((resolve) => setTimeout(resolve, data.outdated ? 5000 : 1000));
