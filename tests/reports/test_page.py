@@ -261,7 +261,7 @@ def test_moved_images_are_listed_as_missing(moved, tmp_path, call):
     assert_alone(page)
     assert "Missing from this report" in page.text
     assert page.table("Metrics of the test set")
-    assert "distinct if their directions" in page.text
+    assert "count as one distinct proxy" in page.text
     assert "missing: Proxies in use: no training images" in out
     for words in (["--data", tmp_path / "new/images.csv"], ["--root", tmp_path / "new/images.csv"]):
         out = call(moved, *words)
