@@ -21,7 +21,7 @@ ALLOWED = {
     "recipe": {"losses", "metrics", "models", "data"},
     "kernels": set(),
     "data": {"kernels"},
-    "models": {"data"},
+    "models": {"data", "metrics"},
     "faces": {"metrics", "models", "data"},
     "training": {"losses", "metrics", "models", "data", "kernels", "recipe"},
     "search": {"metrics", "models", "data"},

@@ -23,7 +23,10 @@ from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_value, join_first, shorten
 from proximetry._util.machine import preserve_rng_state, resolve_device
 from proximetry._util.tensors import binary_codes, l2_normalize
-from proximetry._util.types import is_integer
+from proximetry._util.types import Progress, is_integer
+from proximetry.data import Catalog, VectorCatalog
+from proximetry.metrics.calibration import Calibration
+from proximetry.metrics.calibration_fitting import calibrate
 from proximetry.models.architecture import Architecture
 from proximetry.models.backbones import (
     Features,
@@ -40,7 +43,12 @@ from proximetry.models.constants import CUSTOM, HUB, ONNX, VECTOR_BACKBONES, Sim
 from proximetry.models.encoding import embed_images
 from proximetry.models.pooling import POOLING_LAYERS
 from proximetry.models.preprocessing import ImageSources, Input, Preprocessing, Tensors
-from proximetry.models.storage import EXTRAS, find_embedder, read_embedder, write_embedder
+from proximetry.models.storage import (
+    find_embedder,
+    read_calibration,
+    read_embedder,
+    write_embedder,
+)
 from proximetry.models.weights import RANDOM, WeightsRecord, load_weights
 
 _MAX_HEAD = 2**30  # weights: 4 GB
@@ -68,6 +76,7 @@ class Embedder(nn.Module):
         class_names: training classes, if saved.
         metrics: metrics, if saved.
         recipe: training recipe, if saved.
+        calibration: what similarities mean, if it was measured (`calibrate`).
     """
 
     def __init__(
@@ -102,6 +111,7 @@ class Embedder(nn.Module):
         self.class_names: list[str] | None = None
         self.metrics: dict[str, Any] | None = None
         self.recipe: dict[str, Any] | None = None
+        self.calibration: Calibration | None = None
         self.backbone = model
         self.pooling = POOLING_LAYERS.get(features.pooling, nn.Identity)()
         self.head: nn.Module = nn.Identity()
@@ -416,6 +426,51 @@ class Embedder(nn.Module):
             similarities = l2_normalize(rows)[0] @ l2_normalize(columns)[0].T
         return similarities.reshape(left.shape[:-1] + right.shape[:-1])
 
+    def calibrate(
+        self,
+        catalog: Catalog,
+        *,
+        gallery_images: int = 5,
+        batch_size: int = 64,
+        progress: Progress | None = None,
+    ) -> Calibration:
+        """Measure what similarities mean, on images of classes that were not trained on.
+
+        Classes with the names of training classes are excluded. The result is also kept as
+        `calibration`, which `save` stores and `Gallery.search` uses.
+
+        Args:
+            catalog: images (or tensors) of at least ten other classes.
+            gallery_images: as in `metrics.calibrate`.
+            batch_size: images per forward pass.
+            progress: called with (done, total).
+
+        Raises:
+            ValueError: as `metrics.calibrate`.
+        """
+        rows = np.flatnonzero(~np.isin(catalog.labels, self.class_names or []))
+        if not len(rows):
+            raise UsageError(
+                f"the embedder was trained on all classes of {catalog.root}, by their names. "
+                "Calibrate with images of other classes."
+            )
+        catalog = catalog.subset(rows)
+        inputs: Any = [catalog.file(row) for row in range(len(catalog))]
+        if isinstance(catalog, VectorCatalog) and not self.takes_images:
+            inputs = catalog.vectors
+        vectors = self.encode(
+            inputs,
+            batch_size,
+            progress=None if progress is None else lambda done: progress(done, len(inputs)),
+        )
+        self.calibration = calibrate(
+            vectors,
+            catalog.labels,
+            similarity=self.architecture.similarity,
+            gallery_images=gallery_images,
+        )
+        return self.calibration
+
     def fingerprint(self) -> str:
         """Return a checksum of network, preprocessing and weights.
 
@@ -480,7 +535,10 @@ class Embedder(nn.Module):
             "architecture": self.architecture.to_json(),
             "preprocessing": asdict(self.preprocessing),
             "weights": asdict(self.weights),
-            **{name: getattr(self, name) for name in EXTRAS},
+            "class_names": self.class_names,
+            "metrics": self.metrics,
+            "recipe": self.recipe,
+            "calibration": None if self.calibration is None else self.calibration.to_json(),
             "versions": versions(),
         }
         write_embedder(Path(folder), description, self.state_dict())
@@ -565,8 +623,9 @@ class Embedder(nn.Module):
                 f"{versions()['timm']} (saved with {format_value(description.get('versions'))}): "
                 f"{reason}"
             ) from error
-        for name in EXTRAS:
+        for name in ("class_names", "metrics", "recipe"):
             setattr(embedder, name, description.get(name))
+        embedder.calibration = read_calibration(description, path)
         return embedder.eval().to(device)
 
     def push_to_hub(
@@ -615,7 +674,10 @@ class Embedder(nn.Module):
         network, preprocessing, settings = open_onnx(Path(path), description, device)
         architecture = Architecture(ONNX, 0, "token", False, **settings)
         record = WeightsRecord("file", Path(path).name, network.sha256, 0, [])
-        return cls(network, architecture, preprocessing, record).eval()
+        embedder = cls(network, architecture, preprocessing, record)
+        stored = json.loads(network.metadata.get("calibration", "null"))
+        embedder.calibration = read_calibration({"calibration": stored}, Path(path))
+        return embedder.eval()
 
     @classmethod
     def from_hub(
