@@ -82,6 +82,12 @@ class Calibration:
         log_odds = np.interp(np.asarray(similarities, np.float64), self.similarities, self.log_odds)
         return 1 / (1 + np.exp(-(log_odds + math.log(prior / (1 - prior)))))
 
+    @property
+    def match_threshold(self) -> float | None:
+        """The threshold of a gallery for its highest target rate; None if none is measurable."""
+        points = sorted(self.gallery, key=lambda point: -point.target)
+        return points[0].threshold if points else None
+
     def to_json(self) -> dict[str, Any]:
         """Return the calibration as a JSON document."""
         return asdict(self)
