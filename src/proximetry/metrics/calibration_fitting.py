@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -95,12 +96,12 @@ def calibrate(
         ValueError: if fewer than ten classes have two images, or if the similarities do not
             separate the classes.
     """
+    for rate in (*far, *fpir):
+        allowed_accepts(rate, 1)  # raises for invalid rates
     rng = np.random.default_rng(seed)
     pairs = _Pairs.measure(embeddings, labels, similarity, rng)
     halves = [pairs.split(rng) for _ in range(_HALVES)]
     curve, error, (similarities, log_odds) = _choose_curve(pairs, halves)
-    if log_odds[-1] - log_odds[0] < 1e-3:
-        raise ValueError("the similarities do not separate the classes. Check embedder and labels.")
     classes = len(pairs.sizes)
     samples = [
         np.bincount(rng.integers(0, classes, classes), minlength=classes) for _ in range(_RESAMPLES)
@@ -434,6 +435,8 @@ def _choose_curve(
         ]
         losses[kind], errors[kind] = np.mean(results, axis=0).tolist()
     best = min(losses, key=losses.__getitem__)
+    if losses[best] > 0.999 * math.log(2):
+        raise ValueError("the similarities do not separate the classes. Check embedder and labels.")
     return best, errors[best], kinds[best](pairs.centers, *pairs.histograms())
 
 
