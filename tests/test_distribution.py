@@ -1,11 +1,13 @@
 """The wheel and the sdist are complete, and each extra installs what its feature needs."""
 
+import os
 import subprocess
 import sys
 import tarfile
 import tomllib
+import venv
 import zipfile
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, distributions
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,26 @@ def install(built, folder, extra):
     return folder
 
 
+def write_stub(folder, name):
+    """Write a wheel with the metadata of an installed distribution and no code; return its version.
+
+    None if it is not installed, such as what only Windows needs.
+    """
+    try:
+        original = distribution(name)
+    except PackageNotFoundError:
+        return None
+    stem = f"{name.replace('-', '_')}-{original.version}"
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{stem}.dist-info/METADATA", original.read_text("METADATA"))
+        wheel.writestr(
+            f"{stem}.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        wheel.writestr(f"{stem}.dist-info/RECORD", "")
+    return original.version
+
+
 def python(folder, *words):
     """Run Python with the standard library and this folder alone."""
     return subprocess.run(
@@ -161,6 +183,30 @@ def test_extra_installs_what_its_feature_needs(built, tmp_path, extra):
     words = code.split() if code.startswith("-m") else ["-c", code]
     done = python(bare, *words)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_extra_all_installs_from_a_folder_of_wheels(built, tmp_path):
+    """pip resolves the extras of the wheel to the versions that the tests run with."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    versions = {name: write_stub(wheels, name) for name in needed("all")}
+    versions = {name: version for name, version in versions.items() if version}
+    venv.create(tmp_path / "env", with_pip=True)
+    (pip,) = tmp_path.glob("env/*/pip")
+    done = subprocess.run(
+        [pip, "install", "--no-index", "-f", wheels, "-f", built, "proximetry[all]"],
+        env={"PIP_CONFIG_FILE": os.devnull},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (packages,) = tmp_path.glob("env/lib/*/site-packages")
+    installed = {canonicalize_name(d.name): d.version for d in distributions(path=[str(packages)])}
+    del installed["pip"]
+    assert installed == {"proximetry": proximetry.__version__, **versions}
+    assert {"pillow-heif", "pytorch-metric-learning", "torch", "uvicorn"} <= versions.keys()
 
 
 @pytest.mark.slow

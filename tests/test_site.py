@@ -65,7 +65,7 @@ def test_api_reference_lists_every_public_name(site, name):
 def test_generated_signatures_are_documented(site):
     shown = {name: (site / "api" / f"{name}.html").read_text() for name in ("losses", "metrics")}
     text = {name: re.sub(r"<[^>]+>|\s", "", page) for name, page in shown.items()}
-    assert "ArcFace(num_classes:int,dim:int,scale:float=64.0," in text["losses"]
+    assert "ArcFace(num_classes:int,dim:int,*,scale:float=64.0," in text["losses"]
     assert "marginminradians" in text["losses"]
     assert "evaluate(embeddings:Embeddings,labels:Labels,*,queries:" in text["metrics"]
 

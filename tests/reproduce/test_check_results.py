@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from benchmarks import check_results
-from benchmarks.results_page import TOLERANCES, in_short, repeats, same_losses, spread, twins
+from benchmarks.results_page import TOLERANCES, repeats, same_losses, spread, summarize, twins
 from benchmarks.studies import HOME
 from proximetry.reproduce import Table
 from proximetry.reproduce.records import RUNS, Results, read_records, read_runs, write_records
@@ -45,7 +45,7 @@ def test_the_summary_counts_every_claim():
     claims = [{"better": "a", "worse": name} for name in "bc"]
     table = Table.load({"name": "t", "title": "T", "rows": rows, "claims": claims})
     results = Results(table, [record("a", 0, 0.5), record("b", 0, 0.4)])
-    assert in_short([results]).splitlines() == [
+    assert summarize([results]).splitlines() == [
         "| table | one seed, not tested | not run |",
         "|---|---|---|",
         "| T | 1 | 1 |",

@@ -316,10 +316,14 @@ def test_missing_selection_runs_are_listed(call, whole, tmp_path):
     assert "Not complete" not in text
 
 
-def test_overview_has_main_metrics_and_links_to_the_page(whole):
-    text = overview(Results.read(make_table("anywhere"), whole[0]), "there")
-    assert "|  | recall@1 | recall@1, published | map@r |" in text
+def test_overview_has_main_metrics_or_a_figure_and_links_to_the_page(whole):
+    columns = "|  | recall@1 | recall@1, published | map@r |"
+    text = overview(Results.read(make_table("anywhere", figure=None), whole[0]), "there")
+    assert columns in text
     assert "[All metrics and differences](there/README.md)" in text
+    text = overview(Results.read(make_table("anywhere"), whole[0]), "there")
+    assert "](there/sweep.svg)" in text
+    assert columns not in text
 
 
 @pytest.mark.parametrize("gone", ["recipe.yaml", "environment.json", "damaged"])

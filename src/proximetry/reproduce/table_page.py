@@ -24,7 +24,7 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 _CONVERGED = 0.95  # fraction of the best final recall
-_OVERVIEW = ("recall@1", "map@r", "verification", "mean_angle")
+_OVERVIEW = ("recall@1", "map@r", "mean_angle")
 _MAX_NOTES = 3
 
 
