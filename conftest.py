@@ -3,10 +3,21 @@
 With several processes (pytest -n) a page must stay in one of them: --dist loadfile.
 """
 
+from contextlib import chdir
+
+import pytest
 from sybil import Sybil
 from sybil.document import PythonDocStringDocument
 from sybil.parsers.markdown import PythonCodeBlockParser
 from sybil.parsers.rest import DocTestParser
+
+
+@pytest.fixture(scope="module")
+def working_folder(tmp_path_factory):
+    """Run the examples of a module in a temporary folder."""
+    with chdir(tmp_path_factory.mktemp("docstrings")):
+        yield
+
 
 pages = Sybil(
     parsers=[PythonCodeBlockParser()],
@@ -17,5 +28,6 @@ docstrings = Sybil(
     path="src",
     patterns=["*.py"],
     document_types={".py": PythonDocStringDocument},
+    fixtures=["working_folder"],
 )
 pytest_collect_file = (pages + docstrings).pytest()

@@ -1,4 +1,4 @@
-"""The tables of the documentation are those that the code declares."""
+"""The documentation matches the code: generated tables, citations, commands."""
 
 import os
 import re
@@ -92,7 +92,7 @@ def test_documented_commands_work(home, monkeypatch, capsys):
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
     for line in COMMANDS:
         words = [os.path.expanduser(word) for word in line.split()[1:]]
-        if words[0] == "train" and words[-1] != "--print-config":  # which would take hours
+        if words[0] == "train" and words[-1] != "--print-config":  # training would take hours
             words.append("--print-config")
         code = cli.main(words)
         message = capsys.readouterr().err

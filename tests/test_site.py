@@ -55,7 +55,7 @@ def test_api_reference_lists_every_public_name(site, name):
     page = (site / "api" / f"{name}.html").read_text(encoding="utf-8")
     missing = [one for one in package.__all__ if f'id="proximetry.{name}.{one}"' not in page]
     assert missing == []
-    # A tag that a docstring did not mean, and names that were listed together, render badly.
+    # Unintended tags in docstrings, and several names in one entry, render badly.
     inside = page[page.index("<article") : page.index("</article")]
     assert set(re.findall(r"<([a-z]+)", inside)) <= TAGS
     assert re.findall(r">\w+,<", inside) == []
@@ -72,7 +72,7 @@ def test_generated_signatures_are_documented(site):
 
 @pytest.fixture
 def project(tmp_path):
-    """A small repository with our settings and hook: one page, and one file beside docs/."""
+    """A small repository with this site's settings and hook: one page, and a file beside docs/."""
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[0]
     (tmp_path / "mkdocs.yml").write_text(settings, encoding="utf-8")
     (tmp_path / "docs").mkdir()

@@ -159,7 +159,7 @@ def test_degenerate_input_is_an_error(vectors, labels, message):
 def test_invalid_options_are_errors():
     vectors, labels = make_images()
     for options in ({"far": (0,)}, {"fpir": (1.5,)}, {"gallery_images": 0}, {"similarity": "dot"}):
-        with pytest.raises(ValueError, match="far|gallery_images|similarity"):
+        with pytest.raises(ValueError, match=r"far|gallery_images|similarity"):
             calibrate(vectors, labels, **options)
 
 

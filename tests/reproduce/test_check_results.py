@@ -1,4 +1,4 @@
-"""The check of the committed results notices what is wrong with them."""
+"""The check of the committed results reports errors in them."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def test_twins_train_alike_and_are_evaluated_differently():
     two = record("b", 0, 0.6, recipe={**RECIPE, "model": views}, seconds=13.0)
     slow = record("c", 0, 0.5, recipe={"optimizer": {"lr": 2e-4}})
     assert twins([one, two, slow]) == [[one, two]]
-    assert twins([one, one]) == []  # evaluated alike too: a repeat
+    assert twins([one, one]) == []  # same evaluation: a repeat
     assert twins([one, two.model_copy(update={"seconds": one.seconds})]) == []  # one training
     assert same_losses([one, two])
     line = {**two.curve[1], "loss": two.curve[1]["loss"] * (1 + 1e-15)}

@@ -1,4 +1,4 @@
-"""`proximetry search`: the images of a gallery most similar to queries."""
+"""`proximetry search`: find the images of a gallery that are most similar to queries."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,12 +37,13 @@ def search(
     Args:
         queries: image files.
         k: number of results per query.
-        model: the run or embedder that built the gallery; needed on Milvus, which stores none.
-        where: search only images with this value in a column, such as label=jay or split=test;
-            repeat it for several columns; several values of one column are combined with OR.
+        model: the run or embedder that built the gallery; required on Milvus, which does not
+            store it.
+        where: search only images with this value in a column, such as label=jay. Can be repeated:
+            values of one column are combined with OR, columns with AND.
         expand: query expansion with this number of neighbors.
         rerank: reorder the nearest images by k-reciprocal re-ranking.
-        predict: also print the class that most of the results have.
+        predict: also print the most frequent class of the results.
         sheet: also write a contact sheet: a self-contained .html page, or a .png.
     """
     from proximetry.data.folders import split_shard_path
@@ -51,7 +52,7 @@ def search(
     from proximetry.search.metadata import parse_conditions
 
     if not queries:
-        raise UsageError("no images to search for. Pass image files.")
+        raise UsageError("QUERIES is missing. Pass image files.")
     for query in queries:
         if (query / MANIFEST).exists():
             raise UsageError(f"{query} is a gallery. Use proximetry search IMAGE --gallery {query}")
@@ -68,6 +69,11 @@ def search(
     lists = [(name, _list_results(result, columns, row)) for row, name in enumerate(names)]
     predictions = result.predictions
     tables = [_table(name, images, result.similarity) for name, images in lists]
+    if result.threshold is not None:
+        tables = [
+            table if len(images) and images[0]["match"] else f"{table}\n  {_no_match(result)}"
+            for table, (_, images) in zip(tables, lists, strict=True)
+        ]
     if predict:
         tables = [
             f"{table}\n  class: {one}" for table, one in zip(tables, predictions, strict=True)
@@ -82,7 +88,7 @@ def search(
         "images": len(opened),
         "similarity": result.similarity,
         "queries": [
-            {"query": name, "prediction": prediction._asdict(), "found": images}
+            {"query": name, "prediction": prediction._asdict(), "results": images}
             for (name, images), prediction in zip(lists, predictions, strict=True)
         ],
     }
@@ -101,8 +107,22 @@ def _list_results(
         images.append({"id": int(image), "similarity": similarity})
         if result.scores is not None:
             images[-1]["score"] = round(float(result.scores[row, rank]), 6)
+        if result.probabilities is not None:
+            images[-1]["probability"] = round(float(result.probabilities[row, rank]), 4)
+            images[-1]["match"] = bool(result.is_match[row, rank])
         images[-1] |= {name: column[row, rank] for name, column in columns.items()}
     return images
+
+
+def _no_match(result: "SearchResult") -> str:
+    """Explain that the nearest image of a query is below the threshold."""
+    assert result.threshold is not None
+    assert result.calibration is not None
+    target = max(point.target for point in result.calibration.gallery)
+    bound = f"cosine ≥ {result.threshold:.4f}"
+    if result.similarity == "euclidean":
+        bound = f"distance ≤ {-result.threshold:.4f}"
+    return f"no match: {bound} is needed, which {100 * target:g} % of unknown queries reach"
 
 
 def _table(name: str, images: Sequence[Mapping[str, Any]], similarity: str) -> str:
@@ -114,11 +134,14 @@ def _table(name: str, images: Sequence[Mapping[str, Any]], similarity: str) -> s
     heading, sign = ("cosine", 1) if similarity == "cosine" else ("distance", -1)
     header = f"  {'':>4}  {heading:>8}  "
     header += f"{'score':>8}  " if "score" in images[0] else ""
+    header += f"{'same':>5}  " if "probability" in images[0] else ""
     header += f"{'class':{width}}  " if width else ""
     lines = [name, f"{header}image"]
     for rank, (image, label) in enumerate(zip(images, labels, strict=True), 1):
         line = f"  {rank:>4}  {sign * image['similarity']:8.4f}  "
         line += f"{image['score']:8.4f}  " if "score" in image else ""
+        if "probability" in image:
+            line += f"{100 * image['probability']:3.0f} %  "
         line += f"{shorten(label, width):{width}}  " if width else ""
         lines.append(line + relative_path(image["path"]))
     return "\n".join(lines)

@@ -59,7 +59,7 @@ def draw_sheet(result: SearchResult) -> Image.Image:
 
 def group_sheet(file: Path, groups: Sequence[Sequence[str | None]]) -> int:
     """Write groups of images as an HTML page, one row each; return the number of groups shown."""
-    existing = [[path for path in group if path] for group in groups]  # None: removed meanwhile
+    existing = [[path for path in group if path] for group in groups]  # None: removed since
     paths = [path for group in existing for path in group]
     root = os.path.commonpath(paths) if paths else ""
     sizes = np.cumsum([len(group) for group in existing])
@@ -91,6 +91,8 @@ def _cells(query: Any, result: SearchResult, number: int) -> list[_Cell]:
         path, label = result.paths[number, rank] or REMOVED, result.labels[number, rank]
         similarity = float(result.similarities[number, rank])
         score = f"{similarity if result.similarity == 'cosine' else -similarity:.4f}"
+        if result.probabilities is not None:
+            score += f" ({100 * result.probabilities[number, rank]:.0f} %)"
         name = os.path.basename(path)
         cells.append(_Cell(path, (f"{rank + 1}.  {score}", *([label] if label else []), name)))
     return cells

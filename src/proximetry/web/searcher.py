@@ -1,7 +1,7 @@
-"""`Searcher`: searches of many clients in batches.
+"""`Searcher`: batched searches of many clients.
 
 A search reads every vector once, whatever the number of queries, so fifty queries take hardly
-longer than one. A batch has all queries that arrived while the previous one was computed.
+longer than one. A batch contains all queries that arrived while the previous one was computed.
 """
 
 import asyncio
@@ -32,11 +32,15 @@ Conditions = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 class Answer(NamedTuple):
-    """Results, nearest first, the query if it is in the gallery, and durations in seconds."""
+    """Results, nearest first, the query if it is in the gallery, and durations in seconds.
+
+    ``match_threshold`` is the similarity that a match needs, if the embedder is calibrated.
+    """
 
     results: list[dict[str, Any]]
     query: dict[str, Any] | None
     similarity: str
+    match_threshold: float | None
     images: int
     wait: float
     model: float
@@ -48,7 +52,7 @@ class _Job(NamedTuple):
 
     future: Future[Answer]
     start: float
-    embedder: Embedder | None  # the one that the pixels are prepared for
+    embedder: Embedder | None  # the embedder that the pixels are prepared for
     pixels: Tensor | None  # uint8 [3, H, W]
     item: Any  # an id
     k: int  # number of results
@@ -65,7 +69,7 @@ class Searcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread after the waiting queries."""
+        """Stop the thread after answering the waiting queries."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -81,7 +85,7 @@ class Searcher:
         embedder.embed(torch.zeros(1, 3, height, width, dtype=torch.uint8, device=embedder.device))
 
     async def search_image(self, read: Callable[[], bytes], k: int, where: Conditions) -> Answer:
-        """Search for the images nearest to an upload; raises ImageError and HTTPException."""
+        """Search for the images nearest to an upload; raise ImageError or HTTPException."""
 
         def decode() -> tuple[Embedder, Tensor]:
             embedder = self._gallery.current().embedder
@@ -93,7 +97,7 @@ class Searcher:
         return await self._submit(embedder, pixels, None, k, where)
 
     async def search_item(self, item: int, k: int, where: Conditions) -> Answer:
-        """Search for the images nearest to one of the gallery, which is excluded."""
+        """Search for the images nearest to an image of the gallery, which is excluded."""
         return await self._submit(None, None, item, k, where)
 
     async def _submit(self, *query: Any) -> Answer:
@@ -144,7 +148,7 @@ class Searcher:
         groups: dict[tuple[int, Conditions], list[int]] = defaultdict(list)
         for number in vectors:
             job = jobs[number]
-            # One more, as an image of the gallery is its nearest neighbor.
+            # One more, since an image of the gallery is its own nearest neighbor.
             groups[job.k + (job.item is not None), job.where].append(number)
         for (k, where), members in groups.items():
             try:
@@ -162,6 +166,7 @@ class Searcher:
                     matches,
                     items.get(number),
                     gallery.similarity,
+                    result.threshold,
                     len(gallery),
                     started - jobs[number].start,
                     search_started - started,
@@ -171,7 +176,7 @@ class Searcher:
 
     def _lists(self, result: SearchResult, jobs: list[_Job]) -> Iterator[list[dict[str, Any]]]:
         """Yield the results of each query, without the query itself."""
-        # As lists, because iterating over arrays takes longer than the search.
+        # Lists, because iterating over arrays takes longer than the search.
         columns = {name: result.column(name).tolist() for name in result.columns}
         rows = zip(jobs, result.ids.tolist(), result.similarities.tolist(), strict=True)
         for row, (job, ids, similarities) in enumerate(rows):
@@ -180,4 +185,7 @@ class Searcher:
             matches = self._gallery.records([ids[n] for n in ranks], ranked)
             for position, (rank, match) in enumerate(zip(ranks, matches, strict=True)):
                 match |= {"rank": position + 1, "similarity": round(similarities[rank], 6)}
+                if result.probabilities is not None:
+                    match["probability"] = round(float(result.probabilities[row, rank]), 4)
+                    match["match"] = bool(result.is_match[row, rank])
             yield matches

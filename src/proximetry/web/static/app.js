@@ -1,5 +1,5 @@
 // The page: query, results and views.
-// Queries are part of the URL (#item/12), so the back button works.
+// The URL contains the query (#item/12), so that the back button works.
 
 import { MapView } from "./map.js";
 
@@ -7,9 +7,9 @@ const $ = (id) => document.getElementById(id);
 const VIEWS = ["search", "map", "about"];
 
 let gallery = null;
-let current = null; // {query, prediction, results, similarity, milliseconds} of the grid
+let current = null; // {query, prediction, results, similarity, match_threshold, milliseconds} of the grid
 let controller = null; // aborts the current search
-const uploads = []; // by their number in the URL
+const uploads = []; // by the number in the URL
 
 /** Create an element; set properties, append children. */
 export function make(tag, properties = {}, ...children) {
@@ -25,7 +25,7 @@ export function make(tag, properties = {}, ...children) {
 const formatCount = (number) => String(number).replace(/\B(?=(\d{3})+(?!\d))/g, "\u202f");
 const pluralize = (number, one, many) => `${formatCount(number)} ${number === 1 ? one : many}`;
 
-/** Send a request; throw the error message of the server. Retry while it is busy. */
+/** Send a request; throw the server's error message. Retry while the server is busy. */
 export async function request(path, options = {}, tries = 4) {
   let response;
   try {
@@ -55,6 +55,7 @@ export function announce(text) {
 // Results
 
 const cosine = () => gallery.similarity === "cosine";
+const percent = (probability) => probability < 0.01 ? "< 1 %" : `${Math.round(100 * probability)} %`;
 const score = (similarity) => Math.abs(similarity) < 0.0005 ? "0.000" : (cosine() ? similarity : -similarity).toFixed(3);
 
 /** Create a thumbnail, or a note if the file is not readable. */
@@ -71,20 +72,24 @@ function card(match, query) {
   const measure = cosine() ? "similarity" : "distance";
   const button = make("button", {
     type: "button",
-    className: sameClass ? "card same" : "card",
+    className: `card${sameClass ? " same" : ""}${match.match === false ? " unmatched" : ""}`,
     title: match.file,
-    "aria-label": `Rank ${match.rank}${label && `, ${label}`}${sameClass ? ", the same class" : ""}, ${measure} ${score(match.similarity)}: search with this image`,
+    "aria-label": `Rank ${match.rank}${label && `, ${label}`}${sameClass ? ", the same class" : ""}, ${measure} ${score(match.similarity)}${match.probability === null ? "" : `, ${percent(match.probability)} the same class`}${match.match === false ? ", no match" : ""}: search with this image`,
   });
   const words = make("span", { className: "words" });
   words.append(
     make("span", { className: "line" },
       make("span", { className: "label" }, label || "\u2014"),
-      make("span", { className: "score" }, score(match.similarity))),
+      make("span", { className: "score", title: match.probability === null ? "" : "Probability of the same class" },
+        match.probability === null ? score(match.similarity) : percent(match.probability))),
   );
   if (cosine()) {
     const bar = make("i");
     bar.style.width = `${100 * Math.max(0, Math.min(1, match.similarity))}%`;
     words.append(make("span", { className: "bar" }, bar));
+  }
+  if (match.probability !== null) {
+    words.append(make("span", { className: "file" }, `${measure} ${score(match.similarity)}`));
   }
   words.append(make("span", { className: "file" }, match.file));
   button.append(thumbnail(match.id, 320), make("span", { className: "rank" }, String(match.rank)), words);
@@ -120,14 +125,17 @@ function applyThreshold() {
   $("grid").querySelector(".empty")?.remove();
   const total = current.results.length;
   if (!visible) {
-    const reason = total ? "No results above the threshold. Move the slider to see more." : "No results.";
+    const reason = total ? "No results within the threshold. Move the slider to see more." : "No results.";
     $("grid").append(make("li", { className: "empty" }, reason));
   }
   const summary = visible === total ? pluralize(total, "image", "images") : `${formatCount(visible)} of ${pluralize(total, "image", "images")}`;
   const { label, votes, neighbors } = current.prediction;
-  const vote = label === null ? "" : ` \u00b7 most are ${label} (${votes} of ${neighbors})`;
-  $("results-about").textContent = `${summary}${vote} \u00b7 ${Math.round(current.milliseconds)} ms`;
-  announce(`${summary}${visible ? `, the nearest ${cosine() ? "with similarity" : "at distance"} ${score(current.results[0].similarity)}` : ""}.`);
+  const vote = label === null ? "" : ` \u00b7 most frequent: ${label} (${votes} of ${neighbors})`;
+  const noMatch = total && current.results[0].match === false;
+  const verdict = noMatch ? `No match: the nearest ${cosine() ? "similarity is below" : "distance is above"} ${score(current.match_threshold)} \u00b7 ` : "";
+  $("results-about").classList.toggle("no-match", Boolean(noMatch));
+  $("results-about").textContent = `${verdict}${summary}${noMatch ? "" : vote} \u00b7 ${Math.round(current.milliseconds)} ms`;
+  announce(`${verdict}${summary}${visible ? `, the nearest ${cosine() ? "with similarity" : "at distance"} ${score(current.results[0].similarity)}` : ""}.`);
 }
 
 function showWaiting() {
@@ -274,14 +282,14 @@ function showGallery() {
 const isGroup = (value) => value !== null && typeof value === "object";
 const formatMetric = (value) => (value === undefined || value === null ? "\u2014" : typeof value === "number" && !Number.isInteger(value) ? value.toFixed(4) : String(value));
 
-/** Return [name, value] pairs of an object and of the objects in it. */
+/** Return the [name, value] pairs of a nested object. */
 function flatten(values, prefix = "") {
   return Object.entries(values).flatMap(([name, value]) => (isGroup(value) ? flatten(value, `${prefix}${name} \u203a `) : [[prefix + name, value]]));
 }
 
-/** Create a table with a column per evaluated set of images and a row per metric. */
+/** Create a table with a column per evaluated split and a row per metric. */
 function metricsTable(metrics) {
-  if (!metrics) return make("p", { className: "hint" }, "None: the embedder was not saved by a training run.");
+  if (!metrics) return make("p", { className: "hint" }, "None: the embedder does not come from a training run.");
   const sets = Object.entries(metrics).filter(([, value]) => isGroup(value)).map(([name, value]) => [name, new Map(flatten(value))]);
   const scalars = Object.entries(metrics).filter(([, value]) => !isGroup(value));
   if (!sets.length) sets.push(["value", new Map(scalars.splice(0))]);
@@ -348,7 +356,7 @@ addEventListener("paste", (event) => {
     event.preventDefault();
     searchFile(file);
   } else if (!["INPUT", "TEXTAREA"].includes(document.activeElement?.tagName)) {
-    showError("There is no image in the clipboard.");
+    showError("The clipboard contains no image.");
   }
 });
 $("file").addEventListener("change", () => {
