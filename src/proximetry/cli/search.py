@@ -118,11 +118,14 @@ def _no_match(result: "SearchResult") -> str:
     """Explain that the nearest image of a query is below the threshold."""
     assert result.threshold is not None
     assert result.calibration is not None
-    target = max(point.target for point in result.calibration.gallery)
+    point = max(result.calibration.gallery, key=lambda one: one.target)
     bound = f"cosine ≥ {result.threshold:.4f}"
     if result.similarity == "euclidean":
         bound = f"distance ≤ {-result.threshold:.4f}"
-    return f"no match: {bound} is needed, which {100 * target:g} % of unknown queries reach"
+    return (
+        f"no match: {bound} is needed, which {100 * point.target:g} % of unknown and "
+        f"{100 * point.true_accepts:.0f} % of known queries reach"
+    )
 
 
 def _table(name: str, images: Sequence[Mapping[str, Any]], similarity: str) -> str:
