@@ -100,6 +100,14 @@ class Explanation:
         x, y = left + float(corner[1]) * width, top + float(corner[0]) * height
         return x, y, x + size[1] * width, y + size[0] * height
 
+    def place(self, number: int, box: Box) -> str:
+        """Return where a box is in the part of an image that the network sees: "upper left"."""
+        left, top, right, bottom = self.boxes[number]
+        x = ((box[0] + box[2]) / 2 - left) / (right - left)
+        y = ((box[1] + box[3]) / 2 - top) / (bottom - top)
+        words = [("upper", "", "lower")[min(2, int(3 * y))], ("left", "", "right")[min(2, int(3 * x))]]
+        return " ".join(filter(None, words)) or "center"
+
     def image(self, count: int = 3, *, side: int = 448) -> Image.Image:
         """Return both images as the network sees them, with their contributions as colors.
 
