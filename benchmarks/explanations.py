@@ -74,16 +74,18 @@ def measure(embedder: Embedder, pairs: list[tuple[Path, Path]], filling: str) ->
     generator = torch.Generator().manual_seed(0)
     for number, (a, b) in enumerate(pairs):
         pixels = embedder.preprocessing.pixels(a)[None]
-        other = embedder.embed(embedder.preprocessing.pixels(b)[None])[0]
-        contributions = torch.from_numpy(embedder.explain(a, b).contributions[0])
+        explanation = embedder.explain(a, b)
+        other = torch.from_numpy(explanation.vectors[1].sum((0, 1))).float()
+        contributions = torch.from_numpy(explanation.contributions[0])
         scores = {
             "explain": contributions,
             "Grad-CAM": grad_cam(embedder, pixels, other),
             "random": torch.rand(contributions.shape, generator=generator),
         }
-        for name, values in scores.items():
-            deleted = delete(pixels, values, filling)
-            curves.setdefault(name, []).append((embedder.embed(deleted) @ other).numpy())
+        deleted = [delete(pixels, values, filling) for values in scores.values()]
+        cosines = (embedder.embed(torch.cat(deleted)) @ other).view(len(scores), -1).numpy()
+        for name, curve in zip(scores, cosines, strict=True):
+            curves.setdefault(name, []).append(curve)
         if number % 50 == 49:
             print(f"{number + 1} pairs", flush=True)
     return {name: np.stack(values) for name, values in curves.items()}

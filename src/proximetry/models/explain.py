@@ -11,12 +11,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from proximetry._util.errors import UsageError
-from proximetry.data.images import MAX_PIXELS, center_crop_box, open_image
+from proximetry.data.images import center_crop_box, open_image
 from proximetry.models.backbones import evaluation_mode
 from proximetry.models.constants import CUSTOM, ONNX
 from proximetry.models.embedder import Embedder, zoom_margin
@@ -43,8 +43,8 @@ class _Linearization(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "").rstrip("_")
         name = func.__name__ if name.startswith("__") else name
-        if name == "layer_norm":
-            return _layer_norm(*args, **(kwargs or {}))
+        if name in _NORMS:
+            return _NORMS[name](*args, **(kwargs or {}))
         if name in _ACTIVATIONS:
             x, value = args[0], func(args[0].detach().clone(), *args[1:], **(kwargs or {}))
             return x * torch.where(x == 0, 0, value / x).detach()
@@ -69,22 +69,44 @@ def _layer_norm(
     return (x if weight is None else x * weight) + (0 if bias is None else bias)
 
 
-def explain(
-    embedder: Embedder, a: ImageSource, b: ImageSource, *, max_pixels: int = MAX_PIXELS
-) -> Explanation:
+def _rms_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    squares = x.detach().square().mean(tuple(range(-len(shape), 0)), keepdim=True)
+    x = x / (squares + eps).sqrt()
+    return x if weight is None else x * weight
+
+
+_NORMS = {"layer_norm": _layer_norm, "rms_norm": _rms_norm}
+
+
+def explain(embedder: Embedder, a: ImageSource, b: ImageSource) -> Explanation:
     """Explain the cosine of two images; see `Embedder.explain`."""
     _check(embedder)
     sources = [image.numpy(force=True) if isinstance(image, Tensor) else image for image in (a, b)]
-    pixels = [embedder.preprocessing.pixels(image, max_pixels=max_pixels) for image in sources]
+    pixels = [embedder.preprocessing.pixels(image) for image in sources]
     with evaluation_mode(embedder), torch.autocast(embedder.device.type, enabled=False):
         parts = [_position_vectors(embedder, image[None].to(embedder.device)) for image in pixels]
     # The same rule for zero vectors as `l2_normalize`.
     lengths = [max(float(part.sum((0, 1)).norm()), 1e-12) for part in parts]
     vectors = [(part / n).cpu().numpy() for part, n in zip(parts, lengths, strict=True)]
-    images = [open_image(image, max_pixels=max_pixels) for image in sources]
+    images = [open_image(image) for image in sources]
     sizes = embedder.preprocessing.resize, embedder.preprocessing.crop
     boxes = [center_crop_box(image, *sizes) for image in images]
     return Explanation((vectors[0], vectors[1]), (images[0], images[1]), (boxes[0], boxes[1]))
+
+
+def is_explainable(embedder: Embedder) -> bool:
+    """Return whether `Embedder.explain` supports an embedder."""
+    try:
+        _check(embedder)
+        height, width = embedder.preprocessing.crop
+        blank = Image.new("RGB", (width, height))
+        explain(embedder, blank, blank)
+    except UsageError:
+        return False
+    return True
 
 
 def _check(embedder: Embedder) -> None:

@@ -101,11 +101,11 @@ class Explanation:
         return x, y, x + size[1] * width, y + size[0] * height
 
     def place(self, number: int, box: Box) -> str:
-        """Return where a box is in the part of an image that the network sees: "upper left"."""
+        """Return where a box is in the part of an image that the network sees: "top left"."""
         left, top, right, bottom = self.boxes[number]
         x = ((box[0] + box[2]) / 2 - left) / (right - left)
         y = ((box[1] + box[3]) / 2 - top) / (bottom - top)
-        words = [("upper", "", "lower")[min(2, int(3 * y))], ("left", "", "right")[min(2, int(3 * x))]]
+        words = ("top", "", "bottom")[int(3 * y)], ("left", "", "right")[int(3 * x)]
         return " ".join(filter(None, words)) or "center"
 
     def image(self, count: int = 3, *, side: int = 448) -> Image.Image:
@@ -156,7 +156,7 @@ class Explanation:
         size = round(side * (box[2] - box[0]) / _height(box)), side
         image = self.images[number].resize(size, Image.Resampling.BICUBIC, box)
         values = Image.fromarray((self.contributions[number] / limit).astype(np.float32))
-        heat = np.asarray(values.resize(size, Image.Resampling.BICUBIC)).clip(-1, 1)
+        heat = np.asarray(values.resize(size, Image.Resampling.BILINEAR))
         channels = [np.interp(heat, _HEAT[0], values) for values in zip(*_HEAT[1], strict=True)]
         color = np.where(heat[..., None] < 0, _COLD, np.stack(channels, -1))
         opacity = (0.75 * np.abs(heat) ** 0.7)[..., None]
