@@ -47,7 +47,8 @@ def grad_cam(embedder: Embedder, pixels: Tensor, other: Tensor) -> Tensor:
     (gradient,) = torch.autograd.grad(cosine, feature_map)
     axes = (1, 2) if embedder.channels_last else (2, 3)
     weights = gradient.mean(axes, keepdim=True)
-    return (weights * feature_map).sum(3 if embedder.channels_last else 1)[0].detach()
+    scores: Tensor = (weights * feature_map).sum(3 if embedder.channels_last else 1)[0]
+    return scores.detach()
 
 
 def delete(pixels: Tensor, scores: Tensor, filling: str) -> Tensor:

@@ -240,7 +240,7 @@ class Custom(nn.Module):
     [
         (lambda: small("test_vit", image_size=None), "has a class token"),
         (lambda: small("test_vit", image_size=None, pooling="cls-avg"), "has a class token"),
-        (lambda: small("test_vit3", image_size=None), "not linear: they call"),
+        (lambda: small("test_vit3", image_size=None), "this network calls (expand|softmax)"),
         (lambda: small(similarity="euclidean"), "is euclidean"),
         (lambda: Embedder.create("vectors", 8, input_dim=4, weights="none"), "vectors of 4"),
         (lambda: Embedder.wrap(Custom(), small().preprocessing, 3), "not an ONNX file or a module"),

@@ -7,6 +7,7 @@ and activations are so too, if standard deviation and gates keep their values. A
 is J applied to the feature map without the other positions, plus an even share of c.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,7 +24,7 @@ from proximetry.models.embedder import Embedder, zoom_margin
 from proximetry.models.explanation import Explanation
 from proximetry.models.preprocessing import ImageSource
 
-_CHUNK = 64  # positions per pass
+_MAX_NUMBERS = 2**24  # of the feature maps in one pass
 _LINEAR = {
     *("adaptive_avg_pool2d", "avg_pool2d", "mean", "sum", "linear", "conv2d", "batch_norm", "add"),
     *("adaptive_max_pool2d", "max_pool2d", "amax", "max", "dropout", "pad", "contiguous", "to"),
@@ -41,8 +42,7 @@ class _Linearization(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name = getattr(func, "__name__", "").rstrip("_")
-        name = func.__name__ if name.startswith("__") else name
+        name = func.__name__ if func.__name__.startswith("__") else func.__name__.rstrip("_")
         if name in _NORMS:
             return _NORMS[name](*args, **(kwargs or {}))
         if name in _ACTIVATIONS:
@@ -50,8 +50,8 @@ class _Linearization(TorchFunctionMode):
             return x * torch.where(x == 0, 0, value / x).detach()
         if name not in _LINEAR | _QUERIES:
             raise UsageError(
-                f"the layers after the feature map are not linear: they call {name}. "
-                "explain needs average, max or GeM pooling and linear layers."
+                "explain needs average, max or GeM pooling and linear layers after the feature "
+                f"map; this network calls {name}. Train it with another pooling."
             )
         return func(*args, **(kwargs or {}))
 
@@ -78,7 +78,7 @@ def _rms_norm(
     return x if weight is None else x * weight
 
 
-_NORMS = {"layer_norm": _layer_norm, "rms_norm": _rms_norm}
+_NORMS: dict[str, Callable[..., Tensor]] = {"layer_norm": _layer_norm, "rms_norm": _rms_norm}
 
 
 def explain(embedder: Embedder, a: ImageSource, b: ImageSource) -> Explanation:
@@ -90,7 +90,7 @@ def explain(embedder: Embedder, a: ImageSource, b: ImageSource) -> Explanation:
         parts = [_position_vectors(embedder, image[None].to(embedder.device)) for image in pixels]
     # The same rule for zero vectors as `l2_normalize`.
     lengths = [max(float(part.sum((0, 1)).norm()), 1e-12) for part in parts]
-    vectors = [(part / n).cpu().numpy() for part, n in zip(parts, lengths, strict=True)]
+    vectors = [(part / n).numpy() for part, n in zip(parts, lengths, strict=True)]
     images = [open_image(image) for image in sources]
     sizes = embedder.preprocessing.resize, embedder.preprocessing.crop
     boxes = [center_crop_box(image, *sizes) for image in images]
@@ -127,7 +127,7 @@ def _check(embedder: Embedder) -> None:
 def _class_token(backbone: str) -> str:
     return (
         f"needs pooling over positions; {backbone} has a class token, which is no sum over "
-        "positions. Use a network that averages its tokens or has a feature map"
+        "positions. Use a network with a feature map, or one that averages its tokens"
     )
 
 
@@ -151,18 +151,21 @@ def _position_vectors(embedder: Embedder, pixels: Tensor) -> Tensor:
             return embedder.project(pooled.mean(0, keepdim=True), normalize=False)[0]
 
     def part(mask: Tensor) -> Tensor:
-        return torch.func.jvp(vector, (maps,), (maps * mask,))[1]
+        return torch.func.jvp(vector, (maps,), (maps * mask,))[1]  # type: ignore[no-any-return]
 
     axis = -1 if maps.ndim == 3 or embedder.channels_last else 1
     shape = maps.select(axis, 0).shape
     masks = torch.eye(shape.numel(), device=maps.device, dtype=maps.dtype)
     masks = masks.view(-1, *shape).unsqueeze(axis if axis < 0 else 2)
-    parts = torch.func.vmap(part, chunk_size=_CHUNK)(masks).double().view(*shape, -1)
+    chunk = max(1, _MAX_NUMBERS // maps.numel())
+    parts: Tensor = torch.func.vmap(part, chunk_size=chunk)(masks)
+    parts = parts.cpu().double().view(*shape, -1)
     if maps.ndim == 3:
         parts = _grid(embedder, parts)
     folded = _fold(embedder, parts)
-    rest = vector(maps).double() - folded.sum((0, 1))
-    return folded + rest / folded[..., 0].numel()
+    rest = vector(maps).cpu().double() - folded.sum((0, 1))
+    folded += rest / folded[..., 0].numel()  # an even share of the bias
+    return folded
 
 
 def _grid(embedder: Embedder, parts: Tensor) -> Tensor:
@@ -176,7 +179,7 @@ def _grid(embedder: Embedder, parts: Tensor) -> Tensor:
     rows = max(1, round((parts.shape[1] * height / width) ** 0.5))
     if parts.shape[1] % rows:
         raise UsageError(f"explain needs tokens on a grid; {name} has {parts.shape[1]} tokens.")
-    return parts.unflatten(1, (rows, -1))
+    return parts.reshape(len(parts), rows, -1, parts.shape[-1])
 
 
 def _fold(embedder: Embedder, parts: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class Explanation:
         corners = np.array([*product(range(rows - size[0] + 1), range(columns - size[1] + 1))])
         windows = np.lib.stride_tricks.sliding_window_view
         a, b = (
-            windows(vectors, size, (0, 1)).sum((3, 4)).reshape(len(corners), -1)  # type: ignore
+            windows(vectors, size, (0, 1)).sum((3, 4)).reshape(len(corners), -1)
             for vectors in self.vectors
         )
         scores, found = a @ b.T, list[Match]()
