@@ -22,6 +22,7 @@ import skimage.data
 from PIL import Image
 from playwright.sync_api import Locator, Page, sync_playwright
 
+from proximetry.models import Embedder
 from proximetry.search import contact_sheet, index
 
 PICTURES = Path(__file__).parent / "pictures"
@@ -54,6 +55,7 @@ def main() -> None:
         photos = Path(folder) / "photos"
         queries = make_crops(photos)
         gallery = index(photos, Path(folder) / "gallery")
+        explain(gallery.embedder)
         with browser() as page:
             contact_sheet(Path(folder) / "sheet.html", queries, gallery.search(queries, k=5))
             page.goto((Path(folder) / "sheet.html").as_uri())
@@ -85,6 +87,16 @@ def random_crop(photo: Image.Image, draw: np.random.Generator) -> Image.Image:
     side = int(min(photo.size) * draw.uniform(0.55, 0.85))
     left, top = (int(draw.integers(0, length - side + 1)) for length in photo.size)
     return photo.crop((left, top, left + side, top + side)).resize((320, 320))
+
+
+def explain(embedder: Embedder) -> None:
+    """Draw why an astronaut, in front of a model of a shuttle, is similar to a rocket."""
+    crops = {"astronaut.png": (200, 0, 512, 312), "rocket.jpg": (100, 0, 500, 400)}
+    photos = Path(skimage.data.__file__).parent
+    a, b = (Image.open(photos / name).convert("RGB").crop(box) for name, box in crops.items())
+    file = io.BytesIO()
+    embedder.explain(a, b).image().save(file, "PNG")
+    save("explain", file.getvalue())
 
 
 def report(page: Page, file: Path) -> None:

@@ -156,7 +156,8 @@ class Explanation:
         size = round(side * (box[2] - box[0]) / _height(box)), side
         image = self.images[number].resize(size, Image.Resampling.BICUBIC, box)
         values = Image.fromarray((self.contributions[number] / limit).astype(np.float32))
-        heat = np.asarray(values.resize(size, Image.Resampling.BILINEAR))
+        heat = np.asarray(values.resize(size, Image.Resampling.BICUBIC))
+        heat = heat.clip(*values.getextrema())
         channels = [np.interp(heat, _HEAT[0], values) for values in zip(*_HEAT[1], strict=True)]
         color = np.where(heat[..., None] < 0, _COLD, np.stack(channels, -1))
         opacity = (0.75 * np.abs(heat) ** 0.7)[..., None]
