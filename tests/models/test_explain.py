@@ -116,7 +116,7 @@ def test_flip_augmentation_mirrors_positions():
     [
         *("test_resnet", "test_efficientnet", "test_convnext", "test_convnext3", "test_byobnet"),
         *("test_mambaout", "test_nfnet", "test_vit2", "test_vit4", "mobilenetv3_small_050"),
-        *("lcnet_035", "bn_inception"),
+        *("mobilenetv4_conv_small_035", "bn_inception"),
     ],
 )
 def test_contributions_sum_to_cosine_for_backbones(backbone):

@@ -32,7 +32,7 @@ _LINEAR = {
     *("float", "type", "clone", "identity", "__getitem__"),
 }
 """Functions that are homogeneous up to a bias, which the layers after a feature map may call."""
-_QUERIES = {"__get__", "dim", "size", "is_contiguous", "numel", "promote_types"}
+_QUERIES = {"__get__", "dim", "size", "is_contiguous", "numel", "promote_types", "_assert"}
 _ACTIVATIONS = {"relu", "relu6", "leaky_relu", "silu", "gelu", "hardtanh", "hardswish", "tanh"}
 
 
@@ -177,7 +177,7 @@ def _grid(embedder: Embedder, parts: Tensor) -> Tensor:
     parts = parts[:, prefix:]
     height, width = embedder.preprocessing.crop
     rows = max(1, round((parts.shape[1] * height / width) ** 0.5))
-    if parts.shape[1] % rows:
+    if parts.shape[1] % rows or parts.shape[1] < 2:
         raise UsageError(f"explain needs tokens on a grid; {name} has {parts.shape[1]} tokens.")
     return parts.reshape(len(parts), rows, -1, parts.shape[-1])
 
