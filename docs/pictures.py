@@ -109,6 +109,7 @@ def report(page: Page, file: Path) -> None:
 def search_page(page: Page, address: str, query: Path) -> None:
     """Take a screenshot of ``proximetry serve`` after a search by an image."""
     page.goto(address)
+    page.wait_for_selector("#grid .card")
     page.locator("input[type=file]").first.set_input_files(query)
     page.wait_for_selector("#preview:not([hidden])")
     page.wait_for_load_state("networkidle")

@@ -128,30 +128,36 @@ class Explanation:
         draw.text((_MARGIN, _MARGIN - 2), f"cosine {self.similarity:.4f}", "black", font)
         for panel, left in zip(panels, lefts, strict=True):
             picture.paste(panel, (left, top))
-        for number, match in enumerate(self.matches(count)):
-            color = _COLORS[number % len(_COLORS)]
-            places = []
-            for index, box in enumerate((match.a, match.b)):
-                x, y, scale = *self.boxes[index][:2], side / _height(self.boxes[index])
-                places.append(
-                    [
-                        lefts[index] + (box[0] - x) * scale,
-                        top + (box[1] - y) * scale,
-                        lefts[index] + (box[2] - x) * scale - 1,
-                        top + (box[3] - y) * scale - 1,
-                    ]
-                )
-            one, other = places
-            middle = (one[1] + one[3]) / 2, (other[1] + other[3]) / 2
-            draw.line((one[2], middle[0], other[0], middle[1]), color, width=2)
-            for place in places:
-                draw.rectangle(place, outline=color, width=3)
-                draw.rectangle((*place[:2], place[0] + 20, place[1] + 20), fill=color)
-                draw.text((place[0] + 10, place[1] + 10), f"{number + 1}", "white", font, "mm")
+        drawn = [
+            [self._place(box, n, (lefts[n], top), side) for n, box in enumerate((match.a, match.b))]
+            for match in self.matches(count)
+        ]
+        for number, (one, other) in enumerate(drawn):  # at different heights of equal rows
+            part = (number + 1) / (len(drawn) + 1)
+            start, end = (box[1] + part * (box[3] - box[1]) for box in (one, other))
+            draw.line((one[2], start, other[0], end), _COLORS[number % len(_COLORS)], width=2)
+        for number, boxes in enumerate(drawn):
+            for box in boxes:
+                color, (x, y) = _COLORS[number % len(_COLORS)], box[:2]
+                draw.rectangle(box, outline=color, width=3)
+                draw.rectangle((x, y, x + 20, y + 20), fill=color)
+                draw.text((x + 10, y + 10), f"{number + 1}", "white", font, "mm")
         return picture
 
+    def _place(self, box: Box, number: int, corner: tuple[int, int], side: int) -> Box:
+        """Return a box of an image in the pixels of a drawing, whose image begins at `corner`."""
+        left, top, _, _ = visible = self.boxes[number]
+        scale = side / _height(visible)
+        x, y = corner[0] - left * scale, corner[1] - top * scale
+        return (
+            box[0] * scale + x,
+            box[1] * scale + y,
+            box[2] * scale + x - 1,
+            box[3] * scale + y - 1,
+        )
+
     def _panel(self, number: int, side: int, limit: float) -> Image.Image:
-        """Return an image as the network sees it, in gray with colored contributions."""
+        """Return an image as the network sees it, with its contributions as colors."""
         box = self.boxes[number]
         size = round(side * (box[2] - box[0]) / _height(box)), side
         image = self.images[number].resize(size, Image.Resampling.BICUBIC, box)

@@ -203,6 +203,7 @@ class Service:
         self._map: tuple[tuple[str, str], bytes] | None = None
         self._explainer = ThreadPoolExecutor(1, thread_name_prefix="explain")
         self.searcher.warm_up()
+        _is_explainable(self.gallery.current().embedder)  # before the first page
         self.maps.get(self.gallery.summary().gallery)
 
     def close(self) -> None:
