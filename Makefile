@@ -1,6 +1,7 @@
-# Two commands set everything up on a machine with Python >= 3.11, make and git:
-#   make demo    see it work
-#   make test    run the tests, but for a few that take long
+# Needs Python 3.11 or newer, make and git. Each target first creates the environment .venv.
+#   make demo        train, evaluate and search on the built-in glyphs
+#   make test        run all tests except the slow ones
+#   make test-all    run all tests
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -10,10 +11,10 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test test-all lint types docs bench pins clean
 .DEFAULT_GOAL := demo
 
-# The environment is built once and again only when what it is built from changes.
+# The environment is rebuilt when the dependencies change.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "Proximetry needs Python 3.11 or newer; say which with: make PYTHON=python3.12"; exit 1; }
+	  || { echo "Proximetry needs Python 3.11 or newer. Choose an interpreter: make PYTHON=python3.12"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
@@ -22,11 +23,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/proximetry demo
 
-# Three processes for two cores: many tests wait for processes of their own. `make test-all` runs the
-# tests too that take long each, as CI does.
+# Three workers on two cores, because many tests wait for subprocesses.
 test test-all: $(READY)
 	@command -v chromium > /dev/null \
-	  || echo "There is no chromium: tests of the search page will be skipped; apt-get install chromium"
+	  || echo "chromium not found: tests of the search page are skipped (apt-get install chromium)"
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
 	  $(if $(filter test,$@),-m 'not slow') $(ARGS)
 
@@ -39,8 +39,8 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# Fill in the parts of docs/ that the code declares, and the page of results; then build site/.
-# Material for MkDocs warns of MkDocs 2, which pyproject.toml keeps out.
+# Update the generated parts of docs/ and docs/results.md, then build site/. The variable silences a
+# warning of Material for MkDocs about MkDocs 2, which pyproject.toml excludes.
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m benchmarks.results_page
@@ -50,7 +50,7 @@ docs: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.losses
 
-# Refresh constraints.txt: plain pins, no addresses.
+# Update constraints.txt.
 pins: $(READY)
 	$(BIN)/uv pip compile --quiet --upgrade --extra dev --no-header --no-annotate --no-emit-index-url \
 	  --constraint pins.in pyproject.toml --output-file constraints.txt

@@ -3,8 +3,8 @@
 python -m benchmarks.catalog [--rows 10000000] [--classes 1000000]
 
 A Parquet table with the columns path, label, split and year is written to a temporary folder, then
-opened without checking the images. Samplers are created for its training images. On a
-busy machine, compare CPU time.
+opened without checking the images. Samplers are created for its training images. On a busy machine,
+compare CPU time.
 """
 
 import argparse

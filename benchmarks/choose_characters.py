@@ -2,12 +2,12 @@
 
     python -m benchmarks.choose_characters > src/proximetry/data/datasets/characters.txt
 
-Taken are visible characters that at least twelve faces can draw, plain letters and signs before
-accented ones. Excluded are those that look like one taken before: both cropped to their ink and
-scaled to one size, the ink they share over the ink of either is, on average over the faces, at
-least `LIMIT`; `CASE_LIMIT` for the two cases of a letter, whose strokes differ in weight when they
-are scaled to one size. So what differs only in size or height (c and C, full stop and middle dot),
-only in code point (Latin, Greek and Cyrillic A) or by a hair (two accents) is one class, not two.
+Candidates are visible characters that at least twelve font faces can draw, plain letters and signs
+before accented ones. A candidate is excluded if it looks like an earlier one: cropped to their ink
+and scaled to one size, the two have a mean intersection over union of at least `LIMIT` over the
+faces, or `CASE_LIMIT` for the two cases of a letter, whose stroke weights differ after scaling.
+Characters that differ only in size or height (c and C, full stop and middle dot), code point
+(Latin, Greek and Cyrillic A) or detail (two accents) thus are one class.
 """
 
 import unicodedata
@@ -38,13 +38,13 @@ def candidates() -> list[str]:
 
 def _usable(character: str) -> bool:
     category = unicodedata.category(character)
-    # Box drawing and blocks differ by place alone; U+FFFD stands for other characters.
-    poor = 0x2500 <= ord(character) < 0x25A0 or ord(character) == 0xFFFD
-    return category[0] not in "MZC" and category not in ("Lm", "Sk") and not poor
+    # Box drawing and blocks differ only in position; U+FFFD replaces other characters.
+    unsuitable = 0x2500 <= ord(character) < 0x25A0 or ord(character) == 0xFFFD
+    return category[0] not in "MZC" and category not in ("Lm", "Sk") and not unsuitable
 
 
 def likeness(characters: list[str]) -> npt.NDArray[np.floating]:
-    """Return shared ink / ink of either for every pair, mean over the faces."""
+    """Return the intersection over union of the ink of every pair, averaged over the faces."""
     total = np.zeros((len(characters), len(characters)), dtype=np.float32)
     faces = np.zeros_like(total)
     for face in FONTS:
@@ -81,7 +81,7 @@ def choose() -> list[str]:
     taken: list[int] = []
     other_case: list[int] = []
     for i, character in enumerate(characters):
-        # What looks like a letter excluded for its case (Cyrillic c, after Latin C) goes too.
+        # Also exclude lookalikes of a letter excluded for its case (Cyrillic c, after Latin C).
         if (alike[i, taken + other_case] >= LIMIT).any():
             continue
         twin = places.get(character.swapcase())

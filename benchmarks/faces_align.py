@@ -2,10 +2,10 @@
 
 python -m benchmarks.faces_align IMAGES [--detector FILE.onnx] [--images 400] [--side 640]
 
-The bare detector runs on inputs that are in memory already, on all cores, without using
-its results: once on inputs of 640 × 640, as SCRFD was published, once on those that `align` makes
-of the files, which are no larger than these. `align` decodes the files, detects, warps,
-encodes and writes. --side first scales the longer side of the images to this many pixels.
+The bare detector runs on all cores on inputs that are already in memory, and discards its results:
+once with inputs of 640 × 640 pixels, as in SCRFD's paper, once with the (smaller) inputs that
+`align` makes of the files. `align` decodes the files, detects, warps, encodes and writes. With
+--side, the longer side of the images is first scaled to this number of pixels.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def copy_images(source: Path, home: Path, count: int, side: int | None) -> list[
 
 
 class Recording(Detector):
-    """Keeps the inputs that it makes of files."""
+    """A detector that records its inputs."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(file)
@@ -78,7 +78,7 @@ def bare(detector: Detector, inputs: list[Floats]) -> Run:
 
 
 def watched(run: Run, busy: list[float]) -> Run:
-    """Record the processor time, which hardly depends on other processes."""
+    """Record the CPU time, which hardly depends on other processes."""
 
     def watch() -> None:
         start = time.process_time()

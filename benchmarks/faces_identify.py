@@ -2,9 +2,9 @@
 
 python -m benchmarks.faces_identify [--distractors 1000000] [--dim 512] [--probes 3530]
 
-The probes are as many as MegaFace takes from FaceScrub, of 80 people. Vectors are random around a
-center for each person, so that ranks of all sizes occur. The script prints seconds and the increase
-of the process's own (anonymous) memory, without cached pages of the file.
+By default there are as many probes as MegaFace has from FaceScrub, 3530 of 80 people. Vectors are
+random around a center for each person, so that ranks of all sizes occur. The script prints seconds
+and the increase of anonymous memory, without cached pages of the file.
 """
 
 import argparse
@@ -25,7 +25,7 @@ FAR = (1e-3, 1e-4, 1e-5, 1e-6)
 
 
 class Peak(threading.Thread):
-    """Samples the memory of the process every few milliseconds, without mapped files."""
+    """Samples the memory of the process every few milliseconds, excluding mapped files."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -34,7 +34,7 @@ class Peak(threading.Thread):
         self.done = threading.Event()
 
     def run(self) -> None:
-        """Sample until it is done."""
+        """Sample until `done` is set."""
         while not self.done.wait(0.002):
             self.highest = max(self.highest, _anonymous())
 
@@ -46,27 +46,27 @@ def _anonymous() -> int:
     raise RuntimeError("/proc/self/status has no RssAnon; memory is measured on Linux only")
 
 
-def write_crowd(path: Path, count: int, dim: int) -> None:
-    crowd = np.lib.format.open_memmap(path, "w+", np.float32, (count, dim))
+def write_distractors(path: Path, count: int, dim: int) -> None:
+    distractors = np.lib.format.open_memmap(path, "w+", np.float32, (count, dim))
     rng = np.random.default_rng(0)
     for rows in chunks(count, 2**14):
-        crowd[rows] = rng.standard_normal((rows.stop - rows.start, dim), np.float32)
-    crowd.flush()
+        distractors[rows] = rng.standard_normal((rows.stop - rows.start, dim), np.float32)
+    distractors.flush()
 
 
 def measure(path: Path, probes: int) -> tuple[Identification, float, float, int]:
-    """The result, seconds, seconds of the processor, and bytes beyond the distractors."""
-    crowd = np.load(path, mmap_mode="r")
+    """Return the result, seconds, CPU seconds, and memory in bytes beyond the distractors."""
+    distractors = np.load(path, mmap_mode="r")
     rng = np.random.default_rng(1)
     labels = np.arange(probes) % PEOPLE
-    centers = rng.standard_normal((PEOPLE, crowd.shape[1]))
-    vectors = centers[labels] + 2 * rng.standard_normal((probes, crowd.shape[1]))
+    centers = rng.standard_normal((PEOPLE, distractors.shape[1]))
+    vectors = centers[labels] + 2 * rng.standard_normal((probes, distractors.shape[1]))
     vectors = vectors.astype(np.float32)
-    identify(vectors[:200], labels[:200], distractors=crowd[:99], far=FAR)  # loads libraries
+    identify(vectors[:200], labels[:200], distractors=distractors[:99], far=FAR)  # loads libraries
     peak = Peak()
     peak.start()
     start, busy = time.perf_counter(), time.process_time()
-    result = identify(vectors, labels, distractors=crowd, far=FAR)
+    result = identify(vectors, labels, distractors=distractors, far=FAR)
     seconds, busy = time.perf_counter() - start, time.process_time() - busy
     peak.done.set()
     peak.join()
@@ -83,18 +83,15 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     print(versions())
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "crowd.npy")
-        write_crowd(path, arguments.distractors, arguments.dim)
+        path = Path(folder, "distractors.npy")
+        write_distractors(path, arguments.distractors, arguments.dim)
         result, seconds, busy, memory = measure(path, arguments.probes)
         size = path.stat().st_size
     print(
         f"{arguments.probes} probes of {PEOPLE} people; the distractors take {size / 2**20:.0f} MiB"
     )
     print(result)
-    print(
-        f"{seconds:.0f} s ({busy:.0f} s of all cores together), "
-        f"{memory / 2**20:.0f} MiB beyond the distractors"
-    )
+    print(f"{seconds:.0f} s ({busy:.0f} s of CPU), {memory / 2**20:.0f} MiB beyond the distractors")
 
 
 if __name__ == "__main__":

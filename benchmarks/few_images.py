@@ -4,8 +4,8 @@
         --evaluation.protocol last
     python -m benchmarks.few_images runs/few IMAGES --out few_images.json
 
-IMAGES has train/ and eval/, folders of different classes. `prior` is how much
-of the second moments of the head is added to those of the images (`proximetry.models.pca`).
+IMAGES has train/ and eval/, with different classes. `prior` is the weight of the second moments of
+the head that are added to those of the images (`proximetry.models.pca`).
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("images", type=Path)
-    parser.add_argument("--out", type=Path, required=True, help="JSON; other entries stay")
+    parser.add_argument("--out", type=Path, required=True, help="JSON; other entries are kept")
     arguments = parser.parse_args()
     rows = measure(Embedder.load(arguments.run / "embedder"), arguments.images)
     document = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}

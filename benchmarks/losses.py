@@ -3,8 +3,8 @@
 python -m benchmarks.losses [--repeats 9] [--only proxy_anchor] [--busy]
 python -m benchmarks.losses --device cuda [--only proxy_anchor]
 
-With `--busy` two other processes keep two cores busy meanwhile. On a GPU the table is that of
-`benchmarks.losses_gpu`.
+With `--busy`, two other processes keep two cores busy. On a GPU, the table of
+`benchmarks.losses_gpu` is printed.
 """
 
 import argparse
@@ -28,7 +28,7 @@ BATCH, DIM = 180, 512
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table: two implementations of a loss."""
+    """One row of the table: two implementations of a loss."""
 
     name: str
     loss: nn.Module
@@ -55,7 +55,7 @@ def cases(only: str | None) -> Iterator[Case]:
             torch.manual_seed(0)
             triple = losses.SoftTriple(classes, DIM, proxies_per_class=10, tau=0.0)
             peer = peer_losses.SoftTripleLoss(classes, DIM, 10)
-            # the peer's is [D, C·K] with the proxies of a class side by side
+            # the peer's weight is [D, C·K], with the proxies of a class in adjacent columns
             peer.fc.data = triple.proxies.weight.detach().reshape(-1, DIM).T.contiguous()
             yield Case(f"SoftTriple, {classes} classes × 10", triple, peer, plain, repeats)
     if only in (None, "regularface"):
@@ -136,7 +136,7 @@ def measure_intra_class_term(repeats: int | None) -> str:
 
 @contextmanager
 def busy_cores(count: int) -> Iterator[None]:
-    """Keep this number of cores busy in other processes."""
+    """Keep a number of cores busy with other processes."""
     command = [sys.executable, "-c", "while True: pass"]
     processes = [subprocess.Popen(command) for _ in range(count)]
     try:
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument(
         "--only", help="proxy_anchor, soft_triple or regularface; on a GPU any loss"
     )
-    parser.add_argument("--busy", action="store_true", help="keep two cores busy meanwhile")
+    parser.add_argument("--busy", action="store_true", help="keep two cores busy")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
     if arguments.device == "cuda":

@@ -1,4 +1,4 @@
-"""Time and memory of the losses on a GPU, beside pytorch-metric-learning and the hardware's limit.
+"""Compare losses on a GPU with pytorch-metric-learning and the hardware's limit: time and memory.
 
 python -m benchmarks.losses --device cuda [--only proxy_anchor]
 """
@@ -18,7 +18,7 @@ from proximetry import losses
 BATCH, DIM = 512, 512
 #: Measured on an H200: dense bf16 products of random matrices, and copies on the device.
 FLOPS, BANDWIDTH = 790e12, 4.3e12
-#: Products of bf16 matrices for one product in a precision.
+#: Number of bf16 matrix products per product, by precision.
 PRODUCTS = {"bf16": 1, "tf32": 3, "float32": 6}
 
 
@@ -50,7 +50,7 @@ class Case:
         return loss
 
     def peer(self) -> nn.Module | None:
-        """Return the loss of pytorch-metric-learning, if it has it and fits into memory."""
+        """Return the loss of pytorch-metric-learning; None if it is missing or too large."""
         if self.k > 1 or self.optimizer is not None or self.classes > 10**6:
             return None
         names = {
@@ -64,7 +64,7 @@ class Case:
         return peer
 
     def floor(self) -> float:
-        """Return the milliseconds that the products, or reading and writing proxies, take."""
+        """Return the milliseconds for the products or for memory traffic of the proxies."""
         by_class = losses.LOSSES[self.name].form.by == "class"
         products = 3 if by_class and self.optimizer is None else 4
         rows = self.classes * self.k

@@ -37,7 +37,7 @@ def peak_memory(run: Run, device: str = "cpu") -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # give freed pages back, or they would not count
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # return freed pages, or reusing them would not count
     Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     before = _status("VmRSS")
     run()

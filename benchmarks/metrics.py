@@ -25,7 +25,7 @@ from proximetry.metrics import Metrics, evaluate
 
 DIM = 512
 SIZES = {"sop": (60_502, 11_316), "20k": (20_000, 1_000), "cub": (5_864, 100)}
-# How far items lie from the center of their class; gives recall@1 = 0.94 at the larger size.
+# Distance of items from the center of their class; gives recall@1 = 0.94 at the larger size.
 SPREAD = 2.0
 # Queries that pytorch-metric-learning handles in one call.
 PEER_BATCH = 1024
@@ -131,7 +131,7 @@ PEERS: dict[str, tuple[str, Callable[[Tensor, Tensor], Scores], str]] = {
 
 
 def check_agreement(scores: Scores, peer: Scores, name: str) -> None:
-    # Rounding may swap two neighbors that are almost equally near; more than that is an error.
+    # Rounding may swap two almost equally near neighbors; larger differences are errors.
     for key in scores.keys() & peer.keys():
         if abs(scores[key] - peer[key]) > 1e-4:
             raise SystemExit(f"{name}: {key} = {peer[key]}, Proximetry: {scores[key]}")
@@ -156,7 +156,7 @@ def compare(size: str, device: str, repeats: int, skip_peers: bool) -> None:
     watches: dict[str, Stopwatch] = {}
     memory: dict[str, float] = {}
     for name, run in runs.items():
-        run(vectors[:2048], labels[:2048])  # load libraries before anything is measured
+        run(vectors[:2048], labels[:2048])  # load libraries before measuring
         watches[name] = Stopwatch(lambda run=run: run(vectors, labels), device)  # type: ignore[misc]
         memory[name] = peak_memory(watches[name], device) / 2**20
     for _ in range(repeats - 1):

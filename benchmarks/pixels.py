@@ -2,7 +2,7 @@
 
 python -m benchmarks.pixels [--device cuda] [--batch 180] [--crop 224] [--short 288]
 
-Images are random bytes, three to two as most photographs are. For comparison, torchvision
+Images are random bytes in the aspect ratio 3:2 of most photographs. For comparison, torchvision
 crops the same windows on one CPU thread. Host is the time until the call returns; the last column
 is the largest difference from torchvision in gray levels.
 """

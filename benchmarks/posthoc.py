@@ -5,10 +5,9 @@
         --shares 0.75 0.875 1 --out FILE.json RUN
 
 RUN is a folder kept by `--keep-runs`. Each run is evaluated for views of other sizes and
-shares of the image, with and without its flip; for averages of such views; and for powers of the
-spread that principal components are divided by. `--together` evaluates the average of the runs
-(a model soup): one backbone with the mean of their weights, and their heads side
-by side, reduced by PCA. The test set is not used.
+shares of the image, with and without its flip; for averages of such views; and for whitening
+exponents. `--together` evaluates the average of the runs (a model soup): one backbone with the mean
+of their weights, and their heads concatenated and reduced by PCA. The test set is not used.
 """
 
 import argparse
@@ -50,7 +49,7 @@ View = tuple[int, float]
 
 
 class Images:
-    """The training images of a dataset, some of whose classes are held out."""
+    """The training images of a dataset, with some classes held out."""
 
     def __init__(self, root: str, short_side: int, recipe: Recipe) -> None:
         catalog = open_dataset(recipe.data.dataset, root)
@@ -92,7 +91,7 @@ class Images:
 
 
 def averaged(runs: Sequence[Embedder]) -> Embedder:
-    """Return one embedder with the mean of the backbones, and all heads side by side."""
+    """Return one embedder with the mean of the backbones, and all heads concatenated."""
     soup = copy.deepcopy(runs[0])
     states = [run.backbone.state_dict() for run in runs]
     soup.backbone.load_state_dict(
@@ -124,7 +123,7 @@ class Trial:
         self._axes = {power: principal_axes(moments, dim, whitening=power) for power in POWERS}
 
     def score(self, features: Tensor, power: float = 0.0) -> Scores:
-        """Return metrics of features, reduced by PCA and divided by this power of the spread."""
+        """Return metrics of features after PCA, whitened with this exponent."""
         vectors = _unit(self._embedder, features) @ self._axes[power].t()
         return self._images.score(F.normalize(vectors))
 
@@ -168,7 +167,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--root", required=True, help="where the images lie")
+    parser.add_argument("--root", required=True, help="folder of the images")
     parser.add_argument("--short-side", type=int, required=True, help="of the cached images")
     parser.add_argument("--sizes", type=int, nargs="+", required=True, help="of views, in pixels")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.875, 1.0])
@@ -178,7 +177,7 @@ def main() -> None:
     embedders = [Embedder.load(run, device=DEVICE) for run in arguments.runs]
     for run, embedder in zip(arguments.runs, embedders, strict=True):
         if embedder.preprocessing.squash:
-            parser.error(f"{run} sees whole images (model.squash), and views are parts of them")
+            parser.error(f"{run} squashes whole images (model.squash). Use a run that crops them.")
         embedder.architecture = replace(embedder.architecture, flip_tta=False, tta_crops=())
     names = [run.name for run in arguments.runs]
     embedder_of = dict(zip(names, embedders, strict=True))

@@ -27,18 +27,17 @@ def make_page() -> str:
     introduction = PAGE.read_text(encoding="utf-8").partition("\n| table |")[0]
     names = sorted(shipped_tables(), key=lambda name: not name.startswith("best-"))
     all_results = [Results.read(Table.load(name), HOME / name) for name in names]
-    parts = [introduction, in_short(all_results)]
+    parts = [introduction, summarize(all_results)]
     parts += [
         overview(results, f"../benchmarks/{results.table.name}")
         for results in all_results
         if results.runs
     ]
-    records = [record for results in all_results for record in results.runs]
-    return "\n".join([*parts, _repeated_runs(records)])
+    return "\n".join(parts)
 
 
-def in_short(all_results: Iterable[Results]) -> str:
-    """Return the verdicts on the published claims by table, and the tables that were not run."""
+def summarize(all_results: Iterable[Results]) -> str:
+    """Return the verdicts on the published claims by table, and the tables without runs."""
     absent, counts = [], []
     for results in all_results:
         table = results.table
@@ -56,7 +55,7 @@ def in_short(all_results: Iterable[Results]) -> str:
 
 def repeats(records: Iterable[Record]) -> list[list[Record]]:
     """Return groups of runs with the same recipe and seed, where tables overlap."""
-    return [group for group in _alike(records, _recipe) if len(group) > 1]
+    return [group for group in _group_by(records, _recipe) if len(group) > 1]
 
 
 def twins(records: Iterable[Record]) -> list[list[Record]]:
@@ -64,15 +63,15 @@ def twins(records: Iterable[Record]) -> list[list[Record]]:
 
     Records of one run, which have the same seconds, do not count.
     """
-    groups = _alike(records, _training)
+    groups = _group_by(records, _training)
     return [
         group
         for group in groups
-        if len(_alike(group, _recipe)) > 1 and len({r.seconds for r in group}) == len(group)
+        if len(_group_by(group, _recipe)) > 1 and len({r.seconds for r in group}) == len(group)
     ]
 
 
-def _alike(
+def _group_by(
     records: Iterable[Record], key: Callable[[Record], dict[str, Any]]
 ) -> list[list[Record]]:
     groups: list[tuple[dict[str, Any], list[Record]]] = []
@@ -122,25 +121,6 @@ def spread(group: Sequence[Record]) -> tuple[float, float, float]:
 def same_losses(group: Sequence[Record]) -> bool:
     """Return whether the losses of all epochs are equal to the last bit."""
     return len({_losses(record) for record in group}) == 1
-
-
-def _repeated_runs(records: Sequence[Record]) -> str:
-    """Return the section about runs with the same training."""
-    lines: list[list[object]] = []
-    for evaluation, groups in (("same", repeats(records)), ("different", twins(records))):
-        for group in groups:
-            loss, recall, _ = spread(group)
-            tables = ", ".join(dict.fromkeys(record.table for record in group))
-            difference = f"{recall:.2g}" if evaluation == "same" else None
-            lines.append(
-                [tables, group[0].seed, len(group), evaluation, difference, f"{100 * loss:.2g} %"]
-            )
-    columns = ["tables", "seed", "runs", "evaluation", "recall@1", "loss"]
-    text = (
-        "Largest differences, at any epoch, between runs on one GPU with the same seed and "
-        "training; their evaluation was the same or different.\n"
-    )
-    return "\n".join(["## Repeated runs\n", text, grid(columns, lines), ""])
 
 
 def main() -> None:

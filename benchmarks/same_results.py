@@ -2,9 +2,9 @@
 
     python -m benchmarks.same_results --before ee35f28
 
-Each revision trains in processes of its own: different losses, a moving average, accumulated
-batches, augmentation, vectors, a custom dataset and two ranks. Weights, losses and metrics of the
-working tree must equal those of the revision; otherwise it exits with 1.
+Each revision trains in separate processes: different losses, a moving average, accumulated batches,
+augmentation, vectors, a custom dataset and two ranks. Weights, losses and metrics of the working
+tree must equal those of the revision; otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def run_case(case: str, source: Path, data: Path, out: Path) -> None:
 
 
 def numbers(values: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers in plain values by their keys, without timings."""
+    """Yield the numbers in nested values by their keys, without timings."""
     if isinstance(values, dict):
         for name, value in values.items():
             if "seconds" not in name and "per_second" not in name:

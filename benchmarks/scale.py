@@ -46,14 +46,14 @@ class Step:
 
     @property
     def embedding_bytes(self) -> int:
-        """Embeddings of all GPUs: gathered in forward; in backward their gradients are reduced."""
+        """Embeddings of all GPUs: gathered in forward, their gradients reduced in backward."""
         return self.gpus * BATCH * DIM * FLOAT
 
     @property
     def value_bytes(self) -> int:
-        """What is summed: by class a value per sample and a scalar, by sample three per sample.
+        """All-reduced values: a similarity per sample, and by class a scalar in total.
 
-        By class the similarity to the sample's class; by sample also a maximum and a sum.
+        By sample also a maximum and a sum per sample.
         """
         values = self.gpus * BATCH
         return FLOAT * (values + 1 if self.by_class else 3 * values)

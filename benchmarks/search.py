@@ -3,13 +3,13 @@
 python -m benchmarks.search [--size small] [--index Flat HNSW32 IVF1024,PQ64 BFlat]
 python -m benchmarks.search --filters [--rows 20000] [--dim 64] [--per-class 100] [--index …]
 
-The vectors lie around class centers, in few of the dimensions, as those of a trained embedder do.
-Plain faiss holds the same index in memory and is searched with the same settings. `faiss` returns
-10 results; `faiss, as many` returns as many candidates as a gallery re-scores.
+The vectors lie around class centers in a low-dimensional subspace, like those of a trained
+embedder. Plain faiss holds the same index in memory and is searched with the same settings. `faiss`
+returns 10 results; `faiss, as many` returns as many candidates as a gallery re-scores.
 
-`--filters` measures recall@10 where labels are the clusters: plain, and with filters that allow a
-share of the classes, for queries of allowed classes (near) and of others (far). It does so with
-the default budget for exact scans and, as in galleries beyond it, without any.
+`--filters` measures recall@10 with clusters as labels: without filters, and with filters that allow
+a share of the classes, for queries of allowed classes (near) and of other classes (far). It is
+measured with the default budget for exact scans and without any, as in galleries beyond it.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from proximetry.search.metadata import from_columns
 
 SIZES = {"small": (60_502, 11_316), "large": (1_000_000, 100_000)}
 DIM, K = 512, 10
-# Dimensions that classes differ in; noise in these, and in all, in lengths of a class center.
+# Dimension of the subspace; noise in it and in all dimensions, relative to a class center's length.
 LATENT = 48
 SPREAD, NOISE = 0.6, 0.15
 KINDS = ("Flat", "HNSW32", "IVF1024,PQ64", "BFlat")
@@ -51,7 +51,7 @@ def data(count: int, classes: int, queries: int) -> tuple[Vectors, Vectors]:
 
     def some(number: int) -> Vectors:
         found = np.empty((number, DIM), np.float32)
-        for start in range(0, number, 65_536):  # in parts, as the noise of all takes 2 GB
+        for start in range(0, number, 65_536):  # in parts: all noise would take 2 GB
             part = found[start : start + 65_536]
             inner = centers[draw.integers(classes, size=len(part))]
             inner = inner + SPREAD * draw.standard_normal(inner.shape, dtype=np.float32)
@@ -160,7 +160,7 @@ def compare(
 
 
 def measure_filters(kind: str, count: int, dim: int, per_class: int, home: Path) -> None:
-    """Print recall@10 of one index, one line for each share of the classes that is allowed."""
+    """Print recall@10 of one index, one line for each share of allowed classes."""
     draw = np.random.default_rng(0)
     classes = count // per_class
     centers = draw.standard_normal((classes, dim), dtype=np.float32)

@@ -2,12 +2,12 @@
 
 python -m benchmarks.serve [--clients 50] [--seconds 30] [--index Flat]
 
-A real server in a process of its own, 60 502 vectors of 512 dimensions, real files of tiny images,
-an exact index. Each client sends its next query immediately after an answer, or a second later,
-on a connection that stays open. All clients run in this process, on the same cores as the server.
+The server runs in a separate process, with 60 502 vectors of 512 dimensions, tiny image files and
+an exact index. Each client keeps its connection open and sends the next query immediately after a
+response, or a second later. All clients run in this process, on the same cores as the server.
 
-The server reports in `Server-Timing` the model's time for the batch of a query. "beyond the
-model" is the latency without that time.
+The server reports the model's time for the batch of a query in `Server-Timing`. "beyond the model"
+is the latency without that time.
 """
 
 import argparse
@@ -39,8 +39,8 @@ SIDE, K = 32, 10
 DIFFERENT = 200  # queries
 
 
-class Answered(NamedTuple):
-    """The seconds of one request: in total, and the parts that the server reports."""
+class RequestTimes(NamedTuple):
+    """The seconds of one request: the latency, and the parts that the server reports."""
 
     seconds: float
     model: float
@@ -106,7 +106,7 @@ async def client(
     first: int,
     pause: float,
     until: float,
-    done: list[Answered | str],
+    done: list[RequestTimes | str],
 ) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     number = first
@@ -122,7 +122,7 @@ async def client(
         if head.startswith(b"HTTP/1.1 200"):
             spent = [float(one) / 1000 for one in re.findall(rb"dur=([\d.]+)", head)]
             wait, model, search = spent
-            done.append(Answered(seconds, model, wait, search))
+            done.append(RequestTimes(seconds, model, wait, search))
         else:
             done.append(head.split(b"\r\n")[0].decode())
         number += 1
@@ -132,8 +132,8 @@ async def client(
 
 async def load(
     port: int, requests: list[bytes], clients: int, pause: float, seconds: float
-) -> list[Answered]:
-    done: list[Answered | str] = []
+) -> list[RequestTimes]:
+    done: list[RequestTimes | str] = []
     until = time.perf_counter() + seconds
     await asyncio.gather(
         *(client(port, requests, 7 * number, pause, until, done) for number in range(clients))
@@ -144,7 +144,7 @@ async def load(
     return [one for one in done if not isinstance(one, str)]
 
 
-def report(answered: list[Answered]) -> None:
+def report(answered: list[RequestTimes]) -> None:
     def quantiles(values: list[float]) -> str:
         cuts = statistics.quantiles(values, n=100)
         return " / ".join(f"{1000 * cuts[place - 1]:.1f}" for place in (50, 95, 99))

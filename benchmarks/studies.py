@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies best-recipe-search cub --data CUB [--rows ln-90] [--out OUT]
 
-runs a table of a study again. A study of a shipped table has no table.yaml; for these there is
+runs a table of a study again. Studies of shipped tables have no table.yaml; run them again with
 `proximetry reproduce TABLE --out benchmarks`.
 """
 

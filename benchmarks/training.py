@@ -4,9 +4,9 @@ python -m benchmarks.training [--backbone tf_efficientnet_lite0] [--batch 32] [-
 python -m benchmarks.training --backbone tf_efficientnet_lite2 --batch 180 --images 5864 \
     --crop 224 --cache gpu --precision bfloat16 --cuda-graph --evaluate 5924   (on a GPU)
 
-The bare network runs forward, backward and the optimizer's step on pixels that are already there;
-the trainer does all its work: cropping from a warm cache, loss, clipping, book-keeping. With
---evaluate n test images are embedded and evaluated with every metric there is.
+The bare network runs forward, backward and the optimizer step on pixels in memory; the trainer does
+all its work: cropping from a warm cache, loss, clipping, bookkeeping. With --evaluate N, N test
+images are embedded and evaluated with all metrics.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def trainer_epoch(run: Run, epoch: int) -> float:
 
 
 def evaluation_times(run: Run, count: int) -> tuple[float, float]:
-    """Return seconds to embed n images, and to evaluate them with every metric."""
+    """Return seconds to embed n images, and to evaluate them with all metrics."""
     rows = np.arange(count) % len(run.data.catalog)
     labels = np.asarray(run.data.catalog.labels)[rows]
     _wait(run.world.device)
@@ -156,7 +156,7 @@ def main() -> None:
         ratios = [t / b for t, b in zip(rates["trainer"], rates["bare"], strict=True)]
         print(f"{arguments.backbone}, crop {run.updater.embedder.preprocessing.crop[0]}, ", end="")
         print(f"batch {arguments.batch}; {versions()}")
-        print(f"first time: model made and {arguments.images} JPEG files decoded in {first:.1f} s")
+        print(f"first time: model built and {arguments.images} JPEG files decoded in {first:.1f} s")
         print(
             f"CUDA graph: {arguments.cuda_graph}, {arguments.precision}, cache {arguments.cache}; ",
             end="",
@@ -164,11 +164,11 @@ def main() -> None:
         print(f"first two steps {warm:.1f} s")
         print(f"bare network {bare:.1f} images/s, trainer {whole:.1f} images/s")
         print(f"ratio, median over {arguments.rounds} rounds: {statistics.median(ratios):.3f}")
-        for time_of in ("first", "second") if arguments.evaluate else ():
+        for ordinal in ("first", "second") if arguments.evaluate else ():
             embedding, scoring = evaluation_times(run, arguments.evaluate)
             print(
-                f"{time_of} evaluation of {arguments.evaluate} images: embedded in "
-                f"{embedding:.2f} s, every metric in {scoring:.2f} s"
+                f"{ordinal} evaluation of {arguments.evaluate} images: embedded in "
+                f"{embedding:.2f} s, all metrics in {scoring:.2f} s"
             )
 
 

@@ -5,9 +5,9 @@
     python -m benchmarks.whole_run --images 240 --classes 12 -- --device cpu --training.epochs 3 \
         --model.backbone tf_efficientnet_lite0 --model.weights none
 
-It writes an image folder, runs the command twice in processes of its own and prints the seconds of
-each phase. Caches of pixels and of compiled kernels are in a new folder. Options after -- are those
-of the command. With --profile a third run lists the functions that took longest.
+It writes an image folder, runs the command twice in separate processes and prints the seconds of
+each phase. Caches of pixels and compiled kernels are in a new folder. Options after -- are passed
+to the command. With --profile, a third run lists the slowest functions.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Span(NamedTuple):
 
 
 def make_image(root: Path, classes: int, number: int) -> None:
-    """Write a JPEG file of 256 to 500 pixels: the pattern of its class and one of its own."""
+    """Write a JPEG file of 256 to 500 pixels: the pattern of its class plus a random one."""
     label, draw = number % classes, np.random.default_rng(number)
     pattern = np.random.default_rng(label).uniform(0, 160, (6, 6, 3))
     coarse = np.kron(pattern, np.ones((4, 4, 1))) + draw.uniform(0, 95, (24, 24, 3))
@@ -188,7 +188,7 @@ def phases(spans: list[Span], started: float, first_line: float, ended: float) -
 
 
 def stopwatch(run: Path) -> str:
-    """Return the seconds that the run itself measured."""
+    """Return the durations that the run recorded."""
     results: dict[str, Any] = json.loads((run / "results.json").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluations = [line["evaluation_seconds"] for line in lines if "evaluation_seconds" in line]
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=2800)
     parser.add_argument("--classes", type=int, default=18)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("options", nargs="*", help="of proximetry train, after --")
+    parser.add_argument("options", nargs="*", help="options of proximetry train, after --")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -212,7 +212,7 @@ def main() -> None:
         with ProcessPoolExecutor() as pool:
             make = partial(make_image, images, arguments.classes)
             list(pool.map(make, range(arguments.images), chunksize=50))
-        # Installing compiles bytecode too.
+        # Compile bytecode, as an installer does.
         environment = {**os.environ, **python_environment(folder)}
         subprocess.run([sys.executable, "-c", IMPORTS], env=environment, check=True)
         names = ("cold", "warm", *(["profile"] if arguments.profile else []))
@@ -224,7 +224,7 @@ def main() -> None:
         for phase in runs["cold"]:
             print(f"{phase:28}{''.join(f'{seconds[phase]:9.2f}' for seconds in runs.values())}")
         for run in names:
-            print(f"{run}, by the run's own clock: {stopwatch(folder / run)}")
+            print(f"{run}, recorded by the run: {stopwatch(folder / run)}")
         if arguments.profile:
             print((folder / "profile.txt").read_text())
 

@@ -28,7 +28,7 @@ settings.load_profile("proximetry")
 
 @pytest.fixture(scope="session")
 def server():
-    """Start processes that have loaded everything."""
+    """Start processes in which everything is imported."""
     running = Server()
     yield running
     running.close()
@@ -43,7 +43,7 @@ def call(capsys):
         printed = capsys.readouterr()
         assert got == code, printed.err
         if code:
-            assert printed.out == "" or words[0] == "train"  # which prints its choices first
+            assert printed.out == "" or words[0] == "train"  # train prints its choices first
             assert len(printed.err.splitlines()) == 1
             return printed.err
         return printed.out

@@ -1,4 +1,4 @@
-"""The one interruption harness: processes that are killed when they change a file."""
+"""Interruption harness: processes that are killed when they change a file."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ WRITING = os.O_WRONLY | os.O_RDWR
 def kill_at(event, folder):
     """Kill this process at the n-th change of a file below a folder.
 
-    It is killed before the change, or when an existing file has been truncated to be written.
+    It is killed before the change, or after an existing file is truncated for writing.
     """
     left = [event]
 
@@ -34,7 +34,7 @@ def kill_at(event, folder):
 
 
 def completes(work):
-    """Run this in a fork; return False if it was killed, fail if it ended with an error."""
+    """Run work in a fork; return False if it was killed, and fail if it ended with an error."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:

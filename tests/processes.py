@@ -38,7 +38,7 @@ class Server:
 
 
 class Process:
-    """A process that runs code. Its exit code is known once it has `ended`."""
+    """A process that runs code."""
 
     def __init__(self, server, log, code, *arguments, **environment):
         self._server, self._log, self.code = server, log, None
@@ -49,14 +49,14 @@ class Process:
         return self._log.read_text()
 
     def until(self, condition):
-        """Wait for something to be true."""
+        """Wait until a condition is true."""
         end = time.monotonic() + 240
         while not condition():
             assert time.monotonic() < end, self.output()
             time.sleep(0.01)
 
     def ended(self):
-        """Wait for its end; return its exit code."""
+        """Wait for the end; return the exit code."""
         if self.code is None:
             self.code = self._server.ask(wait=self.pid)
         assert self.code is not None, f"it does not end: {self.output()}"
@@ -82,7 +82,7 @@ def _serve():
     import proximetry.search.gallery
     import proximetry.training.trainer  # noqa: F401
 
-    gc.freeze()  # forks need not collect it
+    gc.freeze()  # so that forks do not collect imported objects
     for line in sys.stdin:
         request = json.loads(line)
         if "code" in request:

@@ -29,7 +29,7 @@ SETTINGS = {
 
 
 def draw(path, shape, seed):
-    """Draw a shape of any size, place and color."""
+    """Draw a shape of random size, position and color."""
     random = np.random.default_rng(seed)
     colors = [tuple(map(int, random.integers(0, 256, 3))) for _ in range(2)]
     image = Image.new("RGB", (160, 120), colors[0])
@@ -60,7 +60,7 @@ def home(tmp_path, monkeypatch):
 
 
 def run(*words):
-    """Run Python in a process of its own; return what it prints."""
+    """Run Python in a new process; return its output."""
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -103,11 +103,11 @@ def test_serve_indexes_a_folder_first(home, call, monkeypatch):
     monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
     out = call("serve", "photos", "--port", "0")
     assert "model: tf_efficientnet_lite0" in out
-    assert "gallery: 18 images. The page is at" in out
-    assert "gallery: 18 images. The page is at" in call("serve", "--port", "0")
+    assert "gallery: 18 images. Serving at" in out
+    assert "gallery: 18 images. Serving at" in call("serve", "--port", "0")
     (home / "gallery").rename(home / "other")
-    assert "other: 18 images. The page is at" in call("serve", "--gallery", "other", "--port", "0")
-    assert "other: 18 images. The page is at" in call("serve", "other", "--port", "0")
+    assert "other: 18 images. Serving at" in call("serve", "--gallery", "other", "--port", "0")
+    assert "other: 18 images. Serving at" in call("serve", "other", "--port", "0")
     Gallery.open("other").serve(port=0)
 
 

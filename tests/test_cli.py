@@ -79,17 +79,17 @@ assert not {"torch", "numpy", "timm", "PIL"} & set(sys.modules)
 def test_train_help_starts_with_the_common_options(call, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     boxes = re.split(r"╭─ ([A-Z][\w ]+) ", call("train", "--help"))[1:]
-    assert boxes[::2] == ["Arguments", "Common", "Configuration and output", "Keys of the recipe"]
+    assert boxes[::2] == ["Arguments", "Common", "Configuration and output", "Recipe keys"]
     options = dict(zip(boxes[::2], boxes[1::2], strict=True))
     for name in ("--recipe", "--loss.name", "--training.epochs", "--training.max-time", "--fresh"):
         assert f"│ {name} " in options["Common"]
-    assert "--schedule.warmup-steps" in options["Keys of the recipe"]
+    assert "--schedule.warmup-steps" in options["Recipe keys"]
     assert len(re.findall("^│ --", options["Common"], re.MULTILINE)) <= 12
 
 
 def test_help_shows_defaults_of_options_but_not_of_recipe_keys(call, monkeypatch):
     monkeypatch.setenv("COLUMNS", "250")
-    keys = call("train", "--help").partition("Keys of the recipe")[2]
+    keys = call("train", "--help").partition("Recipe keys")[2]
     assert "--schedule.every" in keys
     assert "[default:" not in keys
     out = " ".join(call("evaluate", "--help").split())
@@ -99,7 +99,7 @@ def test_help_shows_defaults_of_options_but_not_of_recipe_keys(call, monkeypatch
 
 
 def config(call, *words):
-    """The recipe that a command would train."""
+    """Return the recipe that a command would train."""
     return yaml.safe_load(call("train", *words, "--print-config"))
 
 
@@ -191,7 +191,7 @@ def test_list_option_never_takes_a_path(call, words, message):
 def test_errors_name_the_value_and_the_remedy(
     run, images, tmp_path, monkeypatch, capsys, words, texts
 ):
-    """They are one line and write nothing."""
+    """Errors are one line, and nothing is written."""
     monkeypatch.chdir(tmp_path)
     Catalog.from_folder(images).to_parquet(tmp_path / "t.parquet")
     shutil.copytree(images / "class00", tmp_path / "full")
@@ -236,7 +236,7 @@ def test_completion_script_lists_options(tmp_path, monkeypatch):
         assert word in script
 
 
-# Each with the keys it sets, and followed by a word that must not be taken for its value.
+# Options with the keys they set, each followed by a word that is not its value.
 OPTIONS = [
     (["--name", "cub-mpa"], {"name": "cub-mpa"}),
     (["--device", "cpu"], {}),
@@ -286,7 +286,7 @@ def test_recipe_name_cannot_leave_the_runs_folder(call, tmp_path, monkeypatch):
         assert len(plan.out.name) <= 100
 
 
-# Files that cannot be written, in a folder that holds `existing`, a folder, and `file`.
+# Files that cannot be written, in a folder with a folder `existing` and a file `file`.
 BLOCKED = ["none/out", "existing", "file/out", "/dev/null", 300 * "x", "/proc/self/out"]
 
 

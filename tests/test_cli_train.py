@@ -138,7 +138,7 @@ def test_run_resumes_with_its_own_recipe(call, home, way):
     out = call(*words, "--training.epochs", "2", *more)
     assert "extended from 1 to 2 epochs" in out
     err = call(*words, "--optimizer.lr", "0.5", *more, code=1)
-    assert "another recipe: optimizer.lr 0.0002 → 0.5. " in err, "and nothing else"
+    assert "a different recipe: optimizer.lr 0.0002 → 0.5. " in err, "and nothing else"
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_backbone_frozen_for_all_epochs_warns(call, home, more):
         {"loss_name": "pairs/triplet", "loss_exclusive": 1},
     ],
 )
-def test_dry_run_rejects_the_same_as_the_run(capsys, home, wrong):
+def test_dry_run_rejects_what_a_run_rejects(capsys, home, wrong):
     start = [home / "flowers", "out", *small(**wrong)]
     run, dry = (run_command(capsys, *start, *more) for more in ([], ["--dry-run"]))
     assert run[0] == dry[0] > 0
@@ -367,7 +367,7 @@ def test_dry_run_reports_the_state_of_the_run(call, home):
     result = json.loads(call(*words, "--fresh", "--dry-run", "--json"))
     assert result["folder"]["state"] == "new; the complete run there will be removed"
     (home / "flowers" / "class00" / "0.png").unlink()
-    assert "other images" in call(*words, "--dry-run", code=1)
+    assert "different images" in call(*words, "--dry-run", code=1)
 
 
 @pytest.mark.parametrize(
@@ -464,6 +464,6 @@ def test_names_that_are_not_utf8(call, home):
     root = (home / "flowers").rename(home / os.fsdecode(b"b\xfcro"))
     (root / "class00").rename(root / os.fsdecode(b"cl\xe4ss"))
     (root / "class01" / "0.png").rename(root / "class01" / os.fsdecode(b"\xff.png"))
-    for _ in range(2):  # the second time from its results
+    for _ in range(2):  # the second time from existing results
         call(root, "mine", *small(evaluation_protocol="last"))
     assert "cl\udce4ss" in Embedder.load(home / "here" / "mine").class_names

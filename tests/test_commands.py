@@ -48,7 +48,7 @@ def call(call, monkeypatch):
 
 
 def data(call, *words):
-    """Return the JSON document on stdout."""
+    """Return the printed JSON document."""
     return json.loads(call(*words, "--json"))
 
 
@@ -141,7 +141,7 @@ def test_evaluate_reads_folders_tables_and_shards(call, embedder, sources, vecto
 
 
 def test_evaluate_reports_the_metrics_that_train_recorded(call, tmp_path):
-    """Of the test split, with images that are scaled and cropped, and Euclidean distances."""
+    """On the test split, with scaled and cropped images and Euclidean distances."""
     images = tmp_path / "images"
     make_images(images / "train", side=40)
     make_images(tmp_path / "test", side=40, seed=1)
@@ -162,7 +162,7 @@ def test_evaluate_reports_the_metrics_that_train_recorded(call, tmp_path):
 
 def test_evaluate_per_class_and_confusions(call, embedder, tmp_path):
     images = make_images(tmp_path / "images", classes=12, each=4)
-    for i in range(2):  # two images of a class are also in another one
+    for i in range(2):  # two images of a class are also in another class
         copy = (images / "class00" / f"{i}.png").read_bytes()
         (images / "class02" / f"copy{i}.png").write_bytes(copy)
     words = ["evaluate", embedder, images, "--per-class", "--confusions", "99"]
@@ -375,7 +375,7 @@ def test_nan_embeddings_write_nothing(call, embedder, images, tmp_path):
 
 
 def test_names_are_escaped_on_the_terminal(call, tmp_path, monkeypatch, embedder):
-    """Class and file names hold an escape sequence and a right-to-left override."""
+    """Class and file names contain an escape sequence and a right-to-left override."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "cache"))
     make_images(tmp_path / "plain", classes=4, each=3)

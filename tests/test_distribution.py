@@ -1,11 +1,13 @@
 """The wheel and the sdist are complete, and each extra installs what its feature needs."""
 
+import os
 import subprocess
 import sys
 import tarfile
 import tomllib
+import venv
 import zipfile
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, distributions
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder of a wheel and an sdist."""
+    """A folder with a wheel and an sdist."""
     folder = tmp_path_factory.mktemp("dist")
     pytest.importorskip("hatchling")
     command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
@@ -31,7 +33,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def files():
-    """The files of the repository, also those that are still to be added."""
+    """The files of the repository, including untracked ones."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -63,8 +65,8 @@ def test_citation_matches_this_version():
     assert cited["authors"] == PROJECT["authors"]
 
 
-def needed(extra):
-    """The distributions that `pip install proximetry[extra]` installs, as far as they are here."""
+def required_distributions(extra):
+    """Return the distributions that `pip install proximetry[extra]` installs."""
     lines = list(PROJECT["dependencies"])
     lines += PROJECT["optional-dependencies"][extra] if extra else []
     installed, waiting = {}, [Requirement(line) for line in lines]
@@ -80,7 +82,7 @@ def needed(extra):
         installed[name] = installed.get(name, set()) | requirement.extras
         try:
             lines = distribution(name).requires or ()
-        except PackageNotFoundError:  # such as what only Windows needs
+        except PackageNotFoundError:  # such as a requirement on Windows only
             continue
         for line in map(Requirement, lines):
             where = [{"extra": extra} for extra in ("", *installed[name])]
@@ -90,11 +92,11 @@ def needed(extra):
 
 
 def install(built, folder, extra):
-    """Unpack the wheel, and link what belongs to the distributions that the extra installs."""
+    """Unpack the wheel, and link the files of the distributions that the extra installs."""
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
-    for name in needed(extra):
+    for name in required_distributions(extra):
         try:
             there = distribution(name)
         except PackageNotFoundError:
@@ -106,8 +108,28 @@ def install(built, folder, extra):
     return folder
 
 
+def write_stub(folder, name):
+    """Write a wheel with the metadata of an installed distribution and no code; return its version.
+
+    None if it is not installed, such as what only Windows needs.
+    """
+    try:
+        original = distribution(name)
+    except PackageNotFoundError:
+        return None
+    stem = f"{name.replace('-', '_')}-{original.version}"
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{stem}.dist-info/METADATA", original.read_text("METADATA"))
+        wheel.writestr(
+            f"{stem}.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        wheel.writestr(f"{stem}.dist-info/RECORD", "")
+    return original.version
+
+
 def python(folder, *words):
-    """Run Python with the standard library and this folder alone."""
+    """Run Python with the standard library and this folder only."""
     return subprocess.run(
         [sys.executable, "-S", *words],
         cwd=folder,
@@ -121,7 +143,7 @@ def python(folder, *words):
 SMALL = "Embedder.create('small_convnet', 8, weights='none', image_size=24)"
 MODEL = f"from proximetry.models import Embedder; embedder = {SMALL}"
 IMAGE = "import numpy; images = [numpy.zeros((30, 30, 3), numpy.uint8)]"
-# What each extra is for. "-m" is the command line.
+# Code that uses each extra; "-m" runs the command line.
 FEATURES = {
     "pairs": "import torch; from proximetry.losses.pairs import PairLoss; "
     "PairLoss('triplet')(torch.eye(4), torch.tensor([0, 0, 1, 1]))",
@@ -161,6 +183,30 @@ def test_extra_installs_what_its_feature_needs(built, tmp_path, extra):
     words = code.split() if code.startswith("-m") else ["-c", code]
     done = python(bare, *words)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_extra_all_installs_from_a_folder_of_wheels(built, tmp_path):
+    """pip resolves the extras of the wheel to the versions that the tests run with."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    versions = {name: write_stub(wheels, name) for name in required_distributions("all")}
+    versions = {name: version for name, version in versions.items() if version}
+    venv.create(tmp_path / "env", with_pip=True)
+    (pip,) = tmp_path.glob("env/*/pip")
+    done = subprocess.run(
+        [pip, "install", "--no-index", "-f", wheels, "-f", built, "proximetry[all]"],
+        env={"PIP_CONFIG_FILE": os.devnull},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (packages,) = tmp_path.glob("env/lib/*/site-packages")
+    installed = {canonicalize_name(d.name): d.version for d in distributions(path=[str(packages)])}
+    del installed["pip"]
+    assert installed == {"proximetry": proximetry.__version__, **versions}
+    assert {"pillow-heif", "pytorch-metric-learning", "torch", "uvicorn"} <= versions.keys()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The tables of the documentation are those that the code declares."""
+"""The documentation matches the code: generated tables, citations, commands."""
 
 import os
 import re
@@ -88,10 +88,11 @@ def test_documented_commands_work(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("proximetry.web.serve", lambda *args, **options: None)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
     for line in COMMANDS:
         words = [os.path.expanduser(word) for word in line.split()[1:]]
-        if words[0] == "train" and words[-1] != "--print-config":  # which would take hours
+        if words[0] == "train" and words[-1] != "--print-config":  # training would take hours
             words.append("--print-config")
         code = cli.main(words)
         message = capsys.readouterr().err
@@ -99,4 +100,6 @@ def test_documented_commands_work(home, monkeypatch, capsys):
             assert "no hub token" in message
         else:
             assert code == 0, f"{line}: {message}"
-    assert {"vectors.npz", "neighbors.html", "mine.onnx", "gallery"} <= set(os.listdir(home))
+    assert {"vectors.npz", "neighbors.html", "mine.onnx", "gallery", "trained"} <= set(
+        os.listdir(home)
+    )

@@ -1,4 +1,4 @@
-"""The examples run and show their claims."""
+"""The examples run and show what they claim."""
 
 from pathlib import Path
 
@@ -50,9 +50,9 @@ NOTEBOOKS = sorted(Path(lightning_example.__file__).parent.glob("*.ipynb"))
 def test_the_notebooks_run(notebook, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # for their images and runs
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # other tests need the cores too
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # other tests need the cores, too
     cells = nbformat.read(notebook, 4)
-    for cell in cells.cells:  # what is committed has no outputs
+    for cell in cells.cells:  # committed notebooks have no outputs
         assert not cell.get("outputs")
         assert not cell.get("execution_count")
     place = {"metadata": {"path": str(tmp_path)}}

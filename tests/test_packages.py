@@ -36,7 +36,7 @@ ALLOWED = {
 
 
 def imported_modules(path):
-    """The imported modules of a file, those of `import_optional` too, with the imported names."""
+    """Return the modules that a file imports, also by `import_optional`, with the names."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -62,7 +62,7 @@ def test_package_imports_only_allowed_packages(package):
 
 
 def test_source_never_unpickles_files():
-    """Unpickling runs code, and files may come from strangers."""
+    """Unpickling runs code, and files may be untrusted."""
     unpicklers = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
     for path in SOURCE.rglob("*.py"):
         imported = {name for name in imported_modules(path) if name.split(".")[0] in unpicklers}
@@ -236,7 +236,7 @@ OPTIONAL = {"triton", "wandb", "mlflow", "sklearn", "tensorboard", "milvus_lite"
 def test_third_party_imports_are_declared():
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    of_the_package = extras.keys() - {"dev", "docs"}  # which are for this repository
+    of_the_package = extras.keys() - {"dev", "docs"}  # extras of the repository
     listed = [line for name in of_the_package for line in extras[name]]
     listed += project["dependencies"]
     declared = {re.split(r"[\[<>=]", line)[0] for line in listed} - {"proximetry"}

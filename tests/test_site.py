@@ -55,7 +55,7 @@ def test_api_reference_lists_every_public_name(site, name):
     page = (site / "api" / f"{name}.html").read_text(encoding="utf-8")
     missing = [one for one in package.__all__ if f'id="proximetry.{name}.{one}"' not in page]
     assert missing == []
-    # A tag that a docstring did not mean, and names that were listed together, render badly.
+    # Unintended tags in docstrings, and several names in one entry, render badly.
     inside = page[page.index("<article") : page.index("</article")]
     assert set(re.findall(r"<([a-z]+)", inside)) <= TAGS
     assert re.findall(r">\w+,<", inside) == []
@@ -65,14 +65,14 @@ def test_api_reference_lists_every_public_name(site, name):
 def test_generated_signatures_are_documented(site):
     shown = {name: (site / "api" / f"{name}.html").read_text() for name in ("losses", "metrics")}
     text = {name: re.sub(r"<[^>]+>|\s", "", page) for name, page in shown.items()}
-    assert "ArcFace(num_classes:int,dim:int,scale:float=64.0," in text["losses"]
+    assert "ArcFace(num_classes:int,dim:int,*,scale:float=64.0," in text["losses"]
     assert "marginminradians" in text["losses"]
     assert "evaluate(embeddings:Embeddings,labels:Labels,*,queries:" in text["metrics"]
 
 
 @pytest.fixture
 def project(tmp_path):
-    """A small repository with our settings and hook: one page, and one file beside docs/."""
+    """A small repository with this site's settings and hook: one page, and a file beside docs/."""
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[0]
     (tmp_path / "mkdocs.yml").write_text(settings, encoding="utf-8")
     (tmp_path / "docs").mkdir()

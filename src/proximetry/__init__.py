@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from proximetry.run import Run, train
     from proximetry.search import Gallery, index
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Catalog",

@@ -1,4 +1,4 @@
-"""`Run`: a finished training run; `train` makes one from a folder of images."""
+"""`train`, which trains an embedder on a folder of images, and `Run`, a finished run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,15 @@ class Run:
 
     Attributes:
         path: the folder.
-        recipe: what was trained.
+        recipe: the complete recipe.
         results: the metrics, as in results.json.
+
+    Examples:
+        >>> import proximetry as px
+        >>> run = px.Run("runs/photos")  # doctest: +SKIP
+        >>> run.results["selected"]["held_out"]["map@r"]  # doctest: +SKIP
+        >>> run.report()  # doctest: +SKIP
+        >>> run.index("photos").search("query.jpg").show()  # doctest: +SKIP
     """
 
     def __init__(self, path: str | os.PathLike[str], device: str | None = None) -> None:
@@ -50,7 +57,7 @@ class Run:
         return Embedder.load(self.path, self._device)
 
     def evaluate(self, images: str | os.PathLike[str] | None = None) -> Evaluation:
-        """Compute retrieval metrics of the embedder.
+        """Evaluate the embedder on retrieval metrics.
 
         Args:
             images: a folder of class folders, a table, a tar file or a dataset; by default the
@@ -66,7 +73,7 @@ class Run:
         out: str | os.PathLike[str] | None = None,
         images: str | os.PathLike[str] | None = None,
     ) -> Path:
-        """Write the report of the run as one HTML file, and return its path.
+        """Write the report of the run to one HTML file; return its path.
 
         Args:
             out: the file; by default report.html in the folder of the run.
@@ -81,7 +88,7 @@ class Run:
     def index(
         self, images: Any, out: str | os.PathLike[str] | None = None, **options: Any
     ) -> Gallery:
-        """Build a gallery of images with the embedder; arguments as in `proximetry.index`."""
+        """Build a gallery of images with the embedder; see `proximetry.index`."""
         from proximetry.search import index
 
         return index(images, out, self.embedder, **options)
@@ -99,18 +106,26 @@ def train(
 ) -> Run:
     """Train an embedder on your images, as `proximetry train` does.
 
-    A run in the folder is resumed, and returned if it is finished.
+    An unfinished run in the folder is resumed; a finished one is returned.
 
     Args:
         images: a folder of class folders, a table, a tar file, a file of vectors or a dataset; or
             a recipe that names its data.
-        out: folder of the run; by default below runs/, named after the images.
+        out: folder of the run; by default in runs/, named after the images.
         recipe: name or YAML file of a recipe; by default "default" on a CUDA device and
             "default-cpu" elsewhere.
         settings: keys of the recipe to override, such as {"training.epochs": 5}.
-        device: such as "cpu" or "cuda:1"; None chooses CUDA if there is a GPU.
-        resume: whether to resume a run in the folder; else it is removed.
+        device: such as "cpu" or "cuda:1"; by default CUDA if there is a GPU.
+        resume: whether to resume a run in the folder; if False, it is removed.
         options: further arguments of `proximetry.training.train`, such as `loss` and `callbacks`.
+
+    Returns:
+        The finished run.
+
+    Examples:
+        >>> import proximetry as px
+        >>> run = px.train("photos", settings={"training.epochs": 5})  # doctest: +SKIP
+        >>> run.embedder.encode("photo.jpg").shape  # doctest: +SKIP
     """
     folder = None if out is None else Path(out)
     plan = make_plan(os.fspath(images), folder, recipe, settings or {}, device, not resume)

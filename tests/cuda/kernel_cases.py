@@ -68,7 +68,7 @@ def test_frozen_norm_equals_torch(shape, act, dtype):
     compare(fused_norm, layer, images(*shape, dtype=dtype))
 
 
-# The second makes a program take several turns, and the parts be joined in several.
+# With few programs, each takes several steps, and the parts are combined in several steps.
 FEW_PROGRAMS = pytest.mark.parametrize(("programs", "parts"), [(528, 128), (3, 2)])
 
 
@@ -77,7 +77,7 @@ def share_among(monkeypatch, programs, parts):
     monkeypatch.setattr(batch_norm, "_JOIN_PARTS", parts)
 
 
-# Two rows alone would have no gradient but for eps.
+# With only two rows, the gradient would be zero without eps.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("act", [nn.Identity, nn.ReLU, nn.ReLU6])
 @pytest.mark.parametrize("shape", [(3, 24, 5, 7), (2, 70, 3, 3), (2, 1, 1, 1), (2, 33, 1, 1)])
@@ -114,7 +114,7 @@ def test_training_norm_with_frozen_scale_and_shift():
     assert distance(*actual, *expected) < 1e-5
 
 
-# An outlier where a part's sums are taken from costs them some digits, no more.
+# An outlier as the origin of a part's sums costs a few digits only.
 @FEW_PROGRAMS
 @pytest.mark.parametrize(("outlier", "tolerance"), [(0, 1e-6), (100, 1e-4)])
 @pytest.mark.parametrize(("middle", "spread"), [(0, 1), (100, 0.1), (-3e4, 0.5), (7, 0)])
@@ -125,10 +125,10 @@ def test_statistics_are_accurate_for_any_mean(
     x = images(3, 24, 11, 13).detach() * spread + middle
     x[0, :, 0, 0] += outlier * spread
     layer = norm_layer(24)
-    layer.running_mean.zero_()  # far from the batch's
+    layer.running_mean.zero_()  # far from the mean of the batch
     running = layer.running_mean, layer.running_var, layer.num_batches_tracked
     mean, variance = batch_norm.statistics(x, *running, 1.0)
-    if spread:  # the mean's last digit, seen from the spread
+    if spread:  # the rounding of the mean, relative to the spread
         tolerance += torch.finfo(x.dtype).eps * abs(middle) / spread
     rows = x.double().movedim(1, -1).flatten(0, 2)
     assert distance(mean + spread, rows.mean(dim=0) + spread) < tolerance
@@ -178,7 +178,7 @@ def test_recorded_norm_updates_its_statistics():
     layer, x = fuse(norm_layer(24, nn.ReLU6)), images(3, 24, 5, 7)
     twin = copy.deepcopy(layer)
     recorded = torch.cuda.make_graphed_callables(layer, (x,))
-    layer.load_state_dict(twin.state_dict())  # recording ran it some times
+    layer.load_state_dict(twin.state_dict())  # recording runs the layer several times
     for _ in range(3):
         batch, slopes = images(3, 24, 5, 7), []
         for network in (recorded, twin):
@@ -218,7 +218,7 @@ def test_fused_network_has_the_gradients_of_torch(frozen, monkeypatch):
         nn.Conv2d(8, 8, 3, 1, 1, groups=8, bias=False),
         nn.BatchNorm2d(8),
     ).to(DEVICE)
-    for layer in (plain[1], plain[3]):  # the norm after it would undo a scale alone
+    for layer in (plain[1], plain[3]):  # the next norm would undo a scale without a bias
         nn.init.normal_(layer.bias)
     if frozen:
         freeze_batchnorm(plain)

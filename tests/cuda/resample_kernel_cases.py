@@ -23,7 +23,7 @@ on_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 
 
 def image(seed, height, width):
-    """Mild noise; every second image of blacks and whites alone, where cubic filters overshoot."""
+    """Return noise: for odd seeds black and white, so that cubic filters overshoot; else mild."""
     draw = np.random.default_rng(seed)
     if seed % 2:
         return draw.choice(np.array([0, 255], np.uint8), (height, width, 3))
@@ -112,9 +112,9 @@ def test_any_window_of_any_image(data, interpolation, seed):
         ((1, 1), (0, 0, 1, 1), (3, 5)),
         ((9, 9), (4, 8, 5, 1), (7, 7)),  # one pixel wide, at the edge
         ((9, 9), (8, 0, 1, 9), (4, 9)),
-        ((12, 40), (1, 2, 11, 38), (11, 38)),  # not scaled at all
+        ((12, 40), (1, 2, 11, 38), (11, 38)),  # not scaled
         ((5, 3), (0, 0, 5, 3), (1, 1)),
-        ((16, 24), (8, 12, 8, 12), (20, 37)),  # more than one tile each way
+        ((16, 24), (8, 12, 8, 12), (20, 37)),  # more than one tile in both directions
         ((40, 40), (3, 5, 36, 34), (18, 21)),
     ],
 )

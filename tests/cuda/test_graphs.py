@@ -39,13 +39,13 @@ def record_with(monkeypatch):
 def test_inference_on_the_gpu_follows_the_weights():
     network = make_network().eval()
     graphed = GraphedInference(network)
-    for count in (5, 5, 2):  # recorded, replayed, of another shape
+    for count in (5, 5, 2):  # recorded, replayed, not graphed
         batch = make_batch(count)
         with torch.no_grad():
             network[0].weight.normal_()
             expected = network(batch)
         actual = graphed(batch)
-        graphed(make_batch())  # does not overwrite what was given before
+        graphed(make_batch())  # does not overwrite earlier results
         torch.testing.assert_close(actual, expected)
         assert not actual.requires_grad
 

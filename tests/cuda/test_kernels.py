@@ -13,7 +13,7 @@ from proximetry.data.resample import _kernel
 
 HERE = Path(__file__).parent
 NO_GPU = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no GPU: the interpreter stands in"
+    not torch.cuda.is_available(), reason="no GPU: tested in the interpreter"
 )
 
 

@@ -107,7 +107,7 @@ def any_tensor_suits(monkeypatch):
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, BatchNormAct2d])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_kernels_serve_training_and_evaluation(any_tensor_suits, kind, affine, training):
+def test_kernels_run_in_training_and_evaluation(any_tensor_suits, kind, affine, training):
     layers = [kind(8, affine=affine), freeze_batchnorm(kind(8, affine=affine))]
     layers.append(freeze_batchnorm(fuse(kind(8, affine=affine))))  # frozen afterwards
     for layer in layers:

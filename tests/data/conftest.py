@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def ordinary_user():
-    """A folder of somebody who, unlike root, may not read everything."""
+    """A folder of an unprivileged user, who cannot read every file, unlike root."""
     folder = Path(tempfile.mkdtemp(prefix="proximetry-"))
     root = os.geteuid() == 0
     try:
@@ -19,7 +19,7 @@ def ordinary_user():
     finally:
         if root:
             os.seteuid(0)
-        for home, folders, _ in os.walk(folder):  # which comes to a folder after its parent
+        for home, folders, _ in os.walk(folder):  # parents first
             for path in (Path(home, name) for name in folders):
                 if not path.is_symlink():
                     path.chmod(0o700)

@@ -62,7 +62,7 @@ def test_round_trip(tmp_path, catalog, form):
 @given(catalog=catalogs(min_rows=1), seed=st.integers(0, 5), fraction=st.floats(0.05, 0.95))
 def test_split_classes_is_a_partition(catalog, seed, fraction):
     if len(catalog.class_names) < 2:
-        with pytest.raises(ValueError, match="cannot be divided"):
+        with pytest.raises(ValueError, match="cannot be split"):
             catalog.split_classes(fraction)
         return
     a, b = catalog.split_classes(fraction, seed=seed)
@@ -72,7 +72,7 @@ def test_split_classes_is_a_partition(catalog, seed, fraction):
     assert set(b.splits) == {"test"}
     expected = min(max(round(fraction * len(catalog.class_names)), 1), len(catalog.class_names) - 1)
     assert len(a.class_names) == expected
-    # The order of the rows must not decide where a class goes.
+    # The split does not depend on the order of the rows.
     order = np.random.default_rng(seed).permutation(len(catalog))
     shuffled, _ = catalog.subset(order).split_classes(fraction, seed=seed)
     assert shuffled.class_names == a.class_names
@@ -321,7 +321,7 @@ def test_csv_from_a_spreadsheet(tmp_path):
     file = tmp_path / "table.csv"
     file.write_bytes("\ufeff,path,label,query,gallery\r\n7,x,é,TRUE,0\r\n\r\n".encode())
     catalog = Catalog.from_csv(file, check_files=False)
-    assert catalog.columns == {}  # a column without a name holds row numbers
+    assert catalog.columns == {}  # a column without a name contains row numbers
     assert catalog.labels == ("é",)
     assert catalog.splits == ("all",)
     assert catalog.queries == (True,)
@@ -357,7 +357,7 @@ def test_image_under_two_paths_is_rejected(tmp_path, other):
     table.write_text(f"path,label\na/1.png,a\nb/2.png,b\n{other},a\n")
     with pytest.raises(ValueError, match=f"row 3, column path: '{other}' .* row 1, 'a/1.png'"):
         Catalog.from_csv(table)
-    (tmp_path / "hard.png").hardlink_to(tmp_path / "a/1.png")  # a copy may be intended
+    (tmp_path / "hard.png").hardlink_to(tmp_path / "a/1.png")  # hard links are allowed
     table.write_text("path,label\na/1.png,a\nhard.png,a\n")
     assert len(Catalog.from_csv(table)) == 2
 
@@ -365,11 +365,11 @@ def test_image_under_two_paths_is_rejected(tmp_path, other):
 @pytest.mark.parametrize("form", ["csv", "parquet"])
 def test_unreadable_table_is_named(tmp_path, form, request):
     read = getattr(Catalog, f"from_{form}")
-    with pytest.raises(ValueError, match=f"there is no table {tmp_path}/none"):
+    with pytest.raises(ValueError, match=f"no such table: {tmp_path}/none"):
         read(tmp_path / "none")
     with pytest.raises(ValueError, match=f"the table {tmp_path} cannot be read: a folder, not a"):
         read(tmp_path)
-    os.mkfifo(tmp_path / "pipe")  # would be waited for without end
+    os.mkfifo(tmp_path / "pipe")  # opening it would block forever
     with pytest.raises(ValueError, match="pipe cannot be read: a named pipe, not a file"):
         read(tmp_path / "pipe")
     folder = request.getfixturevalue("ordinary_user")
@@ -460,7 +460,7 @@ def test_links_to_class_folders_are_followed(tmp_path):
     (tmp_path / "root/gone").symlink_to(tmp_path / "nowhere")
     (tmp_path / "root/a/loop.png").symlink_to("loop.png")
     for name, target in {"self": ".", "above": "..", "a/up": "../..", "c": "a"}.items():
-        (tmp_path / "root" / name).symlink_to(target)  # into the folder: skipped
+        (tmp_path / "root" / name).symlink_to(target)  # links within the root are skipped
     catalog = Catalog.from_folder(tmp_path / "root")
     assert catalog.paths == ("a/4.png", "a/6.png", "a/loop.png", "b/3.png", "x/1.png")
     assert catalog.missing_files() == [1]
@@ -502,7 +502,7 @@ def test_describe():
 
 
 def test_rows_take_little_more_memory_than_their_bytes(tmp_path):
-    """The bound of ten million rows in 2 GiB, scaled down: at most 200 bytes a row at any time."""
+    """Peak memory is at most 200 bytes per row: ten million rows fit in 2 GiB."""
     rows = 200_000
     numbers = np.random.default_rng(0).permutation(rows)
     columns = {
@@ -513,7 +513,7 @@ def test_rows_take_little_more_memory_than_their_bytes(tmp_path):
     }
     parquet.write_table(arrow.table(columns), tmp_path / "table.parquet", row_group_size=50_000)
     paths, labels = columns["path"], columns["label"]
-    tracemalloc.start()  # which knows of arrays, and of all that is Python's
+    tracemalloc.start()  # tracks NumPy arrays and Python objects
     try:
         catalog = Catalog.from_parquet(tmp_path / "table.parquet", check_files=False)
         held, most = tracemalloc.get_traced_memory()
@@ -531,7 +531,7 @@ def test_rows_take_little_more_memory_than_their_bytes(tmp_path):
     assert [catalog.columns["year"][row] for row in some] == columns["year"][some].tolist()
     train = catalog.filter(split="train")
     assert train.paths[-1] == paths[np.flatnonzero(columns["split"] == "train")[-1]]
-    # A few rows do not carry all the others along.
+    # A small subset does not keep the other rows in memory.
     assert len(pickle.dumps(train.subset([5, 3]))) < 5000
 
 

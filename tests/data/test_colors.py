@@ -1,4 +1,4 @@
-"""Color jitter beside torchvision's functions, and what must hold for all of it."""
+"""Color jitter compared with torchvision, and its invariants."""
 
 import pytest
 import torch
@@ -28,17 +28,17 @@ def same(batch, **changes):
     height=st.integers(1, 9),
     width=st.integers(1, 9),
 )
-def test_each_agrees_with_torchvision(name, factor, seed, height, width):
+def test_each_color_change_equals_torchvision(name, factor, seed, height, width):
     pixels = some_pixels(seed, 2, height, width)
     found = recolor(pixels, same(2, **{name: factor}))
     expected = 255 * getattr(tv, f"adjust_{name}")(pixels.double() / 255, factor)
-    # Half a gray level is rounding. The weights of light add up to 0.9999, which a gray image sees.
+    # Half a gray level is rounding. The luma weights sum to 0.9999, which affects gray images.
     assert (found - expected).abs().max() <= 0.5 + 0.03
 
 
 @given(hue=st.floats(-0.5, 0.5), seed=st.integers(0, 99))
 def test_hue_shift_preserves_luma_and_gray(hue, seed):
-    # Weak colors, so that nothing is clipped at black and white.
+    # Low saturation, so that nothing is clipped at black and white.
     pixels = (some_pixels(seed).float() / 8 + 112).to(torch.uint8)
     light = torch.tensor([0.2989, 0.587, 0.114])
     turned = recolor(pixels, same(3, hue=hue))
@@ -51,7 +51,7 @@ def test_hue_shift_preserves_luma_and_gray(hue, seed):
 
 
 @pytest.mark.parametrize(("hue", "largest"), [(1 / 3, 1), (-1 / 3, 2), (2 / 3, 2)])
-def test_hue_turns_from_red_over_green_to_blue(hue, largest):
+def test_hue_rotates_from_red_through_green_to_blue(hue, largest):
     red = torch.tensor([120, 60, 60], dtype=torch.uint8).view(1, 3, 1, 1)
     assert recolor(red, same(1, hue=hue)).flatten().argmax() == largest
 

@@ -70,7 +70,7 @@ def test_random_crops_equal_torchvision_resized_crop(pixels, interpolation, crop
 
 @given(data=st.data())
 def test_center_crop_of_the_cache_equals_resize_and_center_crop(data, tmp_path_factory):
-    # Scaled once, by the same rule, and cropped: training evaluates the bytes that encoding sees.
+    # Scaled once and cropped: evaluation in training uses the same bytes as encoding.
     folder = tmp_path_factory.mktemp("images")
     height, width = (data.draw(st.integers(1, 60)) for _ in range(2))
     form = data.draw(st.sampled_from(["png", "jpeg", "webp", "gif", "bmp", "tiff"]))
@@ -81,7 +81,7 @@ def test_center_crop_of_the_cache_equals_resize_and_center_crop(data, tmp_path_f
     resize = data.draw(st.integers(1, 40))
     crop = tuple(data.draw(st.integers(1, resize)) for _ in range(2))
     if data.draw(st.booleans()):
-        resize = (resize, data.draw(st.integers(crop[1], 40)))  # whatever its shape is
+        resize = (resize, data.draw(st.integers(crop[1], 40)))  # any aspect ratio
     interpolation = data.draw(st.sampled_from(list(MODES)))
     catalog = Catalog((f"x.{form}",), ("a",), ("all",), folder)
     cache = PixelCache.build(catalog, resize, folder / "cache", interpolation=interpolation)
@@ -103,7 +103,7 @@ def test_flipped_centers_are_the_views_of_evaluation_or_their_mirrors(pixels):
 
 
 def sized(*sizes):
-    """A cache that knows sizes and has no pixels."""
+    """A cache with image sizes but no pixels."""
     names = tuple(map(str, range(len(sizes))))
     catalog = Catalog(names, names, ("all",) * len(sizes))
     index = np.array([[0, *size] for size in sizes], dtype=np.int64)
@@ -111,8 +111,8 @@ def sized(*sizes):
 
 
 def test_crop_larger_than_an_image_names_the_image():
-    crop = CenterCrop((24, 16))  # fits what is taller than wide
-    message = r"image 7 has 20×30 pixels, too few for a crop of 24×16; use a short side of 24"
+    crop = CenterCrop((24, 16))  # fits portrait images only
+    message = r"image 7 has 20×30 pixels, too few for a crop of 24×16. Use a short side of 24"
     with pytest.raises(ValueError, match=message):
         crop.windows(sized(*[(30, 20)] * 7, (20, 30)), [0, 7])
 
@@ -136,7 +136,7 @@ def test_windows_of_a_global_batch_can_be_sliced(pixels):
     assert not torch.equal(batch, transform(pixels, rows, seeded(5)))
     parts = [transform.apply(pixels, rows[p], whole[p]) for p in (slice(0, 10), slice(10, None))]
     assert torch.equal(torch.cat(parts), batch)
-    # A shorter batch from the same generator begins with the same windows.
+    # A shorter batch from the same generator starts with the same windows.
     short = transform.draw(pixels, rows[:10], seeded(7))
     assert torch.equal(short.top, whole[:10].top)
     assert torch.equal(short.flip, whole[:10].flip)
@@ -171,7 +171,7 @@ def test_windows_have_the_distribution_of_torchvision(size):
 
 @pytest.mark.parametrize("size", [(10, 200), (200, 10)])
 def test_fallback_is_the_largest_central_window(size):
-    # The whole area cannot have an allowed shape here, so every try fails.
+    # No window of the whole area has an allowed aspect ratio, so every attempt fails.
     transform = RandomResizedCrop(8, scale=(1.0, 1.0))
     boxes = draws(size, transform, 50)
     height, width = size
@@ -219,7 +219,7 @@ def test_bad_settings(make, message):
 
 def test_shapes_of_crops(pixels):
     assert RandomResizedCrop((12, 8))(pixels, [0], seeded()).shape == (1, 3, 12, 8)
-    # As a process gets whose share of a small last batch is nothing.
+    # The share of a process in a small last batch may be empty.
     assert CenterCrop(3)(pixels, []).shape == (0, 3, 3, 3)
     assert RandomResizedCrop(4)(pixels, [], seeded()).shape == (0, 3, 4, 4)
 

@@ -1,4 +1,4 @@
-"""The public datasets, from small trees made in their layouts."""
+"""Readers of the public datasets, on small trees in their layouts."""
 
 import io
 import subprocess
@@ -94,7 +94,7 @@ def test_cub_copy_is_split_by_class_not_by_folder(tmp_path):
 
 
 def test_cub_complete_tree_has_the_published_counts(tmp_path):
-    # 5864 and 5924 images over 100 classes each, packed in two shards: nothing to note.
+    # 5864 and 5924 images of 100 classes each, in two shards: no notes.
     names = [f"{i % 100 + 1:03d}.B/{i}.webp" for i in range(5864)]
     names += [f"{i % 100 + 101:03d}.B/{i}.webp" for i in range(5924)]
     pack(tmp_path / "cub-00.tar", *names[:7000])
@@ -108,7 +108,7 @@ def test_cub_complete_tree_has_the_published_counts(tmp_path):
 
 
 def cars_names(sizes, folder=""):
-    """One class per size, images numbered through; names in an order unlike the numbers'."""
+    """One class per size, images numbered consecutively; names and numbers sort differently."""
     number, names = 0, []
     for i, size in enumerate(sizes):
         label = f"{(i * 37) % 1000:03d} Car {i}"
@@ -290,7 +290,7 @@ def test_inshop_errors(tmp_path):
         open_dataset("inshop", tmp_path)
 
 
-# Faces, shards, the table of datasets
+# Faces, shards, the list of datasets
 
 
 @pytest.mark.parametrize("around", [False, True])
@@ -330,7 +330,7 @@ def test_shards_are_read_in_place(tmp_path):
     assert open_dataset("shards", tmp_path / "a-01.tar").labels == ("x",)
 
 
-def test_a_replaced_shard_is_read_again(tmp_path):
+def test_replaced_shard_is_read_again(tmp_path):
     pack(tmp_path / "a.tar", "x/1.png")
     before = Catalog.from_shards([tmp_path / "a.tar"])
     pack(tmp_path / "a.tar", "x/2.png", "x/3.png")
@@ -348,7 +348,7 @@ def test_shard_errors(tmp_path):
         (["none.tar"], "is not a file"),
         (["a.tar.gz"], r"not a \.tar file"),
         (["text.tar"], "not an uncompressed tar"),
-        (["flat.tar"], "holds no <class>/<image>"),
+        (["flat.tar"], "no <class>/<image> in the shards"),
     ):
         with pytest.raises(ValueError, match=message):
             Catalog.from_shards([tmp_path / name for name in names])

@@ -1,4 +1,4 @@
-"""Random trees of files, links, pipes and odd names, against a plain and slow account of them."""
+"""Random trees of files, links, pipes and odd names, compared with a slow reference reader."""
 
 import os
 import random
@@ -55,7 +55,7 @@ def grow(rng, folder, depth, closed):
 
 
 def visible(folder):
-    """Names of folders and files that count; all there are but for hidden and stray ones."""
+    """Return the names of folders and files, without hidden and unrelated ones."""
     names = [name for name in os.listdir(folder) if not name.startswith(".")]
     folders = [name for name in names if os.path.isdir(os.path.join(folder, name))]
     return [n for n in folders if n not in STRAY], [n for n in names if n not in folders]
@@ -66,7 +66,7 @@ def is_image(name):
 
 
 def reached(root, starts):
-    """The real folders that folders of the root lead to, by themselves or by links."""
+    """Return the real folders of the root's folders and links."""
     around = {os.path.realpath(root), *map(str, Path(os.path.realpath(root)).parents)}
     found, ahead = set(), [os.path.join(root, name) for name in starts]
     while ahead:
@@ -78,7 +78,7 @@ def reached(root, starts):
 
 
 def images_in(folders):
-    """The real files that images in these folders are."""
+    """Return the real files of the images in these folders."""
     return {
         os.path.realpath(os.path.join(folder, name))
         for folder in folders
@@ -88,14 +88,14 @@ def images_in(folders):
 
 
 def own_place(root, real):
-    """The names that lead from the root to a real place without links or hidden folders."""
+    """Return the path from the root to a real file without links or hidden folders."""
     inside = os.path.relpath(real, os.path.realpath(root)).split(os.sep)
     plain = not any(name.startswith(".") or name in STRAY for name in inside)
     return tuple(inside) if plain else None
 
 
 def expected(root):
-    """Which folders count and whether as splits, and the real files of all images; or None."""
+    """Return class folders, whether there are splits, and the real files of all images; or None."""
     folders = visible(root)[0]
     splits = [name for name in folders if name.lower() in SPLITS]
     homes = [
@@ -111,7 +111,7 @@ def expected(root):
                 return None
     starts = homes or folders
     loose = {os.path.realpath(os.path.join(root, name)) for name in homes}
-    # A split that is a link into another split is the folder of a class there.
+    # A split that links into another split is the folder of one of its classes.
     loose = {
         place
         for place in loose
@@ -121,7 +121,7 @@ def expected(root):
 
 
 def check_places(root, paths, starts, depth):
-    """Every image once, in order, and in its own place where that counts."""
+    """Check that every image is listed once, in order, under its own path."""
     real = {os.path.realpath(os.path.join(root, path)): path for path in paths}
     assert len(real) == len(paths)
     for place, path in real.items():
@@ -162,7 +162,7 @@ def outcome(root):
 
 
 def check_tree(root):
-    """Compare the catalog of a folder with the plain account of it."""
+    """Compare the catalog of a folder with the reference reader."""
     found, account = outcome(root), expected(root)
     if account is None:
         assert "is a split or a class" in str(found)
@@ -178,14 +178,14 @@ def check_tree(root):
         parts = path.split("/")
         assert label == parts[divided]
         assert split == (SPLITS[parts[0].lower()] if divided else "all")
-        with pytest.raises(ImageError):  # all are empty; a pipe would be waited for
+        with pytest.raises(ImageError):  # all are empty; a pipe would block
             image_size(found.file(i))
     check_skipped(root, found)
     return "splits" if divided else "classes"
 
 
 def check_closed(root):
-    """A folder without permission is named, unless it does not matter."""
+    """The error names a folder without permission, unless it is irrelevant."""
     found = outcome(root)
     if isinstance(found, OSError):
         assert "cannot be read: Permission denied" in str(found)
@@ -197,7 +197,7 @@ def check_closed(root):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_folders_equal_a_reference_reader(ordinary_user, monkeypatch, seed):
-    monkeypatch.setattr("proximetry.data.folders.join_first", ", ".join)  # all of them
+    monkeypatch.setattr("proximetry.data.folders.join_first", ", ".join)  # not only the first
     rng = random.Random(seed)
     seen = set()
     for number in range(80):

@@ -1,4 +1,4 @@
-"""Random tables with odd labels, paths, roles and columns, against a plain account of them."""
+"""Random tables with odd labels, paths, roles and columns, compared with a reference reader."""
 
 import csv
 import math
@@ -31,7 +31,7 @@ def root(tmp_path_factory):
 
 
 def odd_path(rng, root):
-    """One of the images by one of its names, seldom something else."""
+    """Return one of the paths of an image, rarely something else."""
     name = rng.choice(NAMES)
     kind = rng.random()
     if kind < 0.85:
@@ -45,7 +45,7 @@ def odd_path(rng, root):
 
 
 def draw(rng, root):
-    """Columns of a table, as texts; in most rows all is well."""
+    """Return the columns of a table as text; most rows are valid."""
     rows = rng.randrange(1, 6)
     columns = {"path": [odd_path(rng, root) for _ in range(rows)]}
     if rng.random() < 0.8:
@@ -106,7 +106,7 @@ def file_fault(root, columns):
 
 
 def account(root, columns):
-    """The fields that a catalog of the table has, or the error."""
+    """Return the fields of the table's catalog, or the error."""
     fault = value_fault(columns) or file_fault(root, columns)
     return fault or {
         "paths": tuple(columns["path"]),
@@ -128,7 +128,7 @@ def write_csv(file, columns):
 
 
 def parquet_column(rng, name, values):
-    """The values as some program might have written them: as text, bytes, numbers or with gaps."""
+    """Return the values as text, bytes, numbers or with missing values, as other programs do."""
     if name in ("query", "gallery") and set(values) <= FLAGS.keys() and rng.random() < 0.5:
         return arrow.array([None if value == "" else FLAGS[value] for value in values])
     if name == "label" and rng.random() < 0.3 and {"", "nan"} & set(values):
@@ -138,7 +138,7 @@ def parquet_column(rng, name, values):
         return arrow.array(texts, arrow.binary())
     raw = [value.encode(errors="surrogateescape") for value in values]
     column = arrow.array(raw, arrow.binary())
-    if rng.random() < 0.6:  # which does not ask whether it is UTF-8
+    if rng.random() < 0.6:  # not checked for UTF-8
         column = arrow.Array.from_buffers(arrow.string(), len(values), column.buffers())
     return column
 
@@ -200,7 +200,7 @@ def test_missing_numbers_are_not_labels(root, tmp_path):
 
 
 def test_damaged_tables_are_read_or_named(root, tmp_path):
-    """A damaged table is read, or an error names it."""
+    """A damaged table is read, or the error names it."""
     rng = random.Random(1)
     good = {"path": NAMES[:3], "label": ["ant", "bee", "ü"], "split": ["train", "test", "test"]}
     for form in ("csv", "parquet"):

@@ -50,7 +50,7 @@ def test_a_thousand_characters_of_several_scripts():
 
 
 def test_no_two_characters_look_alike():
-    # A sample of pairs keeps this quick: every fourth character against each other.
+    # A sample of pairs, for speed: every fourth character.
     some = list(characters())[::4]
     alike = likeness(some)
     np.fill_diagonal(alike, 0)
@@ -88,7 +88,7 @@ def test_images_are_black_on_white_and_differ(catalog):
     assert len(seen) == len(range(0, len(catalog), 23))
 
 
-FEW = """
+DRAW_SOME = """
 import sys
 from unittest.mock import patch
 from proximetry.data import glyphs
@@ -103,12 +103,12 @@ def few(monkeypatch):
 
 
 def test_deterministic_in_another_process(few, catalog, tmp_path):
-    subprocess.run([sys.executable, "-c", FEW, str(tmp_path / "a")], check=True)
+    subprocess.run([sys.executable, "-c", DRAW_SOME, str(tmp_path / "a")], check=True)
     drawn = glyphs(side=32, cache=tmp_path / "b")
     (one,), (two,) = ((tmp_path / name).glob("*.tar") for name in "ab")
     assert one.name == two.name
     assert one.read_bytes() == two.read_bytes()
-    # Neither which characters there are nor their order changes an image.
+    # An image does not depend on the other characters.
     place = {p.partition("::")[2]: i for i, p in enumerate(catalog.paths)}
     for i, path in enumerate(drawn.paths):
         whole = catalog.file(place[path.partition("::")[2]])

@@ -1,4 +1,4 @@
-"""Every kind of file that people have, and every way in which a file can be broken."""
+"""All supported image formats, and damaged files of every kind."""
 
 import errno
 import io
@@ -115,7 +115,7 @@ def expected_on_white(rgba):
 
 
 @pytest.mark.parametrize("form", ["PNG", "WEBP", "TIFF"])
-def test_transparency_lies_on_white(form):
+def test_transparency_is_composited_on_white(form):
     rgba = np.random.default_rng(0).integers(0, 256, (8, 9, 4), dtype=np.uint8)
     options = {"lossless": True, "exact": True} if form == "WEBP" else {}
     out = np.asarray(open_image(encoded(Image.fromarray(rgba), form, **options)))
@@ -148,7 +148,7 @@ def test_palette_with_transparency():
 def test_exif_orientation(form, orientation):
     upright = np.random.default_rng(1).integers(0, 256, (3, 2, 3), dtype=np.uint8)
     upright = upright.repeat(16, 0).repeat(16, 1)
-    # How a camera stores a scene under each tag: the inverse of what the viewer must do.
+    # How a camera stores a scene for each tag: the inverse of the viewer's transform.
     stored = {
         1: upright,
         2: upright[:, ::-1],
@@ -275,7 +275,7 @@ def test_system_errors_are_transient(monkeypatch, error, passing, place):
 
 
 def png_header(width, height):
-    """A PNG that claims a size and holds no pixels to speak of."""
+    """A PNG whose header declares a size, almost without pixels."""
 
     def chunk(kind, body):
         return (
@@ -325,7 +325,7 @@ def test_scaled_size(width, height, short_side):
     wide, tall = scaled_size(width, height, short_side)
     assert min(wide, tall) == short_side
     assert scaled_size(height, width, short_side) == (tall, wide)
-    # In proportion, rounded down as torchvision does.
+    # The aspect ratio is kept, rounded down as in torchvision.
     assert max(wide, tall) == int(short_side * max(width, height) / min(width, height))
 
 
@@ -377,7 +377,7 @@ def test_long_side_is_rejected_before_decoding(tmp_path, monkeypatch, size):
 
 @pytest.fixture(scope="module", params=range(1, 9))
 def large_jpeg(request, tmp_path_factory):
-    """A JPEG file of 1601×1205 pixels that looks like something, turned in some way."""
+    """A structured JPEG file of 1601×1205 pixels, with an EXIF orientation."""
     draw = np.random.default_rng(0)
     image = Image.fromarray(draw.integers(0, 256, (12, 16, 3), np.uint8))
     fine = np.asarray(image.resize((1601, 1205), Image.Resampling.BICUBIC))

@@ -53,7 +53,7 @@ def in_threads(catalog, tmp_path):
 
 @pytest.fixture
 def workers(monkeypatch):
-    """Let a few images be decoded by two workers; return those that run."""
+    """Use two workers even for few images; return the running ones."""
     monkeypatch.setattr(loader, "MIN_IMAGES", 10)
     monkeypatch.setattr(loader, "cores", lambda: 2)
     return multiprocessing.active_children
@@ -124,7 +124,7 @@ def test_errors_of_the_input_are_raised(workers):
     assert list(loader.parallel_map(str.upper, ["a"] * 30)) == ["A"] * 30
 
 
-# Without a guard against being imported.
+# Without `if __name__ == "__main__"`.
 SCRIPT = """
 import multiprocessing, sys, time
 from proximetry.data import Catalog, PixelCache, loader

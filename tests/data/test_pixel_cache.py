@@ -55,7 +55,7 @@ def reference(file, short_side, interpolation="bicubic"):
 
 
 @pytest.mark.parametrize(("short_side", "interpolation"), [(16, "bicubic"), (31, "bilinear")])
-def test_holds_the_scaled_images(catalog, home, short_side, interpolation):
+def test_cache_contains_the_scaled_images(catalog, home, short_side, interpolation):
     done = []
     cache = PixelCache.build(
         catalog,
@@ -110,7 +110,7 @@ def test_bad_images_are_named_or_skipped(catalog, home):
             PixelCache.build(catalog, 16, home)
         assert f"{catalog.paths[1]}: damaged or truncated" in str(caught.value)
         assert f"{catalog.paths[4]}: not an image" in str(caught.value)
-        with pytest.raises(ImageError, match="2 of 2 images"):  # nothing is left
+        with pytest.raises(ImageError, match="2 of 2 images"):  # none is readable
             PixelCache.build(catalog.subset([1, 4]), 16, home, policy="skip")
         cache = PixelCache.build(catalog, 16, home, policy="skip")
         assert [path for path, _ in cache.bad] == [catalog.paths[1], catalog.paths[4]]
@@ -214,7 +214,7 @@ def test_least_recently_used_caches_are_removed(catalog, home, monkeypatch):
 @pytest.mark.parametrize("count", [8, 1500])
 def test_estimate_reads_headers_or_the_existing_cache(tmp_path, home, count):
     catalog = make_images(tmp_path / "images", 8)
-    for i in range(8, count):  # more than are inspected
+    for i in range(8, count):  # more than are sampled
         (tmp_path / "images" / "class0" / f"{i}.png").hardlink_to(catalog.file(i % 8))
     catalog = Catalog.from_folder(tmp_path / "images")
     exists, guess = estimate(catalog, 16, home)
@@ -238,8 +238,8 @@ def test_estimate_skips_unreadable_images(catalog, home):
         estimate(catalog.subset([]), 16, home)
 
 
-# Logs its actions, and stops after its first image until a file exists.
-AT_ONCE = """
+# Logs its actions, and waits after its first image until a file exists.
+BUILD_CACHE = """
 import os, sys, time
 from pathlib import Path
 from proximetry.data import Catalog, PixelCache, loader
@@ -269,10 +269,10 @@ log("sum", int(cache.flat.long().sum()))
 
 @pytest.fixture
 def three(server, tmp_path, home):
-    """Processes that want the same cache, when one decodes and the others wait; and a gate."""
+    """Processes that open the same cache: one decodes, the others wait."""
     make_images(tmp_path / "images", 40)
     gate = tmp_path / "open"
-    words = AT_ONCE, tmp_path / "images", home, gate
+    words = BUILD_CACHE, tmp_path / "images", home, gate
     logs = [tmp_path / f"{i}.log" for i in range(3)]
     for log in logs:
         log.touch()
@@ -335,7 +335,7 @@ def test_killed_builder_is_replaced(three, tmp_path, home):
 
 
 def test_killed_while_building_starts_clean(catalog, home):
-    """At every change of a file."""
+    """Killed at every change of a file."""
     event = 0
     while True:
         event += 1
@@ -413,11 +413,11 @@ def test_unreadable_images_are_cached_until_a_file_changes(catalog, home, monkey
 
 
 class TestCommands:
-    """`proximetry cache` list, clean and verify."""
+    """The commands `proximetry cache` list, clean and verify."""
 
     @pytest.fixture
     def call(self, call, tmp_path, monkeypatch):
-        """Call a command; there are two caches of one set of images and one of another."""
+        """Call a command, with two caches of one set of images and one of another."""
         monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "cache"))
         for name, sides in (("first", (16, 20)), ("second", (16,))):
             make_images(tmp_path / name, 4, seed=len(name))

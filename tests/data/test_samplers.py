@@ -69,7 +69,7 @@ def test_streamed_sampler_takes_every_image_once_from_few_runs_at_a_time(
         drawn = np.concatenate(batches)
         assert sorted(drawn.tolist()) == list(range(n))
         for start in range(0, n, buffer):
-            # Of all runs in a buffer only the first and the last are begun or ended elsewhere.
+            # Only the first and the last run of a buffer may extend into other buffers.
             runs = np.unique(drawn[start : start + buffer] // run)
             assert len(runs) <= buffer // run + 3
     epoch, number = data.draw(st.integers(0, 1)), data.draw(st.integers(0, len(sampler) - 1))
@@ -80,7 +80,7 @@ def test_streamed_sampler_starts_quickly_with_ten_million_images():
     sampler = StreamedSampler(10_000_000, 256, seed=3)
     first, last = sampler.batch(0, 0), sampler.batch(7, len(sampler) - 1)
     assert len({*first.tolist(), *last.tolist()}) > 500
-    assert 50 < len(np.unique(first // 64)) <= 256  # many places are mixed
+    assert 50 < len(np.unique(first // 64)) <= 256  # images of many runs are mixed
     assert (sampler.batch(0, 0) == first).all()
     assert (sampler.batch(1, 0) != first).any()
     with pytest.raises(ValueError, match="buffer and run must be positive, got 0 and 64"):
@@ -135,7 +135,7 @@ def test_batches_are_computed_in_any_order(options, data, kind):
 
 
 def test_batches_of_a_seed_do_not_change():
-    # Fixed here, so that results can be repeated with later versions.
+    # Fixed, so that later versions reproduce results.
     sampler = ClassBalancedSampler(np.arange(23) % 5, 3, 2, seed=7)
     assert [sampler.batch(e, n).tolist() for e, n in [(0, 0), (2, 1), (11, 2)]] == [
         [3, 13, 0, 10, 17, 7],
@@ -159,7 +159,7 @@ def test_works_as_a_batch_sampler_of_a_loader(sampler):
         sampler.set_epoch(epoch)
         expected = [sampler.batch(epoch, n).tolist() for n in range(len(sampler))]
         assert [b.tolist() for b in loader] == expected
-        assert [b.tolist() for b in loader] == expected  # until another epoch is set
+        assert [b.tolist() for b in loader] == expected  # until set_epoch
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Files of vectors that are damaged, or have another format than their suffix."""
+"""Damaged files of vectors, and files with the wrong suffix."""
 
 import io
 
@@ -26,8 +26,8 @@ NPZ = content(np.savez_compressed, vectors=VECTORS, labels=np.zeros(40, int))
     [
         ("v.npz", NPZ[:300], "is not a NumPy file"),
         ("v.npz", NPZ[:100] + bytes(100) + NPZ[200:], "an array cannot be read"),  # zlib.error
-        ("v.npz", NPY, "is a .npy file; rename it"),
-        ("v.npy", NPZ, "is a .npz file; rename it"),
+        ("v.npz", NPY, "is a .npy file. Rename it"),
+        ("v.npy", NPZ, "is a .npz file. Rename it"),
         ("v.npy", NPY[:300], "is not a NumPy file"),
         ("v.npy", NPY.replace(b"}", b"{"), "is not a NumPy file"),  # tokenize.TokenError
         ("v.npy", b"", "is not a NumPy file"),

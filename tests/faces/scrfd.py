@@ -1,7 +1,7 @@
 """A small ONNX model with the inputs and outputs of SCRFD, and images with faces for it.
 
-It looks at one pixel in each cell of 8, 16 or 32: red is the score, green and blue stretch box and
-points. So what it must find in an image can be worked out by hand.
+It reads one pixel in each cell of 8, 16 or 32 pixels: red is the score, green and blue stretch box
+and points. The expected detections can therefore be computed by hand.
 """
 
 import numpy as np
@@ -10,17 +10,17 @@ from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 STRIDES = (8, 16, 32)
-# Where the points lie around an anchor, in strides: upright, as in the templates.
+# Offsets of the points from an anchor, in strides: upright, as in the templates.
 POINTS = np.array([(-1.5, -1.0), (1.5, -1.0), (0.0, 0.5), (-1.2, 2.0), (1.2, 2.0)])
 
 
 def weights(stride):
-    """What the two anchors of a cell make of its pixel, [3, 30] and [30]: (score, box, points)."""
+    """Return matrix [3, 30] and bias [30] from a pixel to (score, box, points) of two anchors."""
     matrix, bias = np.zeros((3, 2, 15)), np.zeros((2, 15))
-    # Red 0…255 is the score 0…1, a little less for some: no two see the same alike.
-    sight = np.array([1.0, 0.913]) * {8: 1.0, 16: 0.971, 32: 0.947}[stride]
-    matrix[0, :, 0] = 128 / 255 * sight
-    bias[:, 0] = 0.5 * sight
+    # Red 0…255 is the score 0…1, slightly less for some anchors: no two give the same score.
+    factor = np.array([1.0, 0.913]) * {8: 1.0, 16: 0.971, 32: 0.947}[stride]
+    matrix[0, :, 0] = 128 / 255 * factor
+    bias[:, 0] = 0.5 * factor
     matrix[1, :, 1:5] = 0.5
     bias[:, 1:5] = [(2.5, 2.0, 2.5, 3.0), (3.0, 2.5, 3.0, 3.5)]
     matrix[2, :, 5:] = 0.2 * POINTS.ravel()
@@ -29,7 +29,7 @@ def weights(stride):
 
 
 def make_detector(path, *, batch="N", size=("H", "W"), flat=False, rows=(1, 4, 10), order=None):
-    """Write the model; `flat` has the outputs of one image as [anchors, …], as insightface does."""
+    """Write the model; with `flat` the outputs of one image are [anchors, …], as in insightface."""
     constants = {
         "rows": np.array([-1, 15] if flat else [0, -1, 15]),
         "start": np.array([0, 0]),
@@ -73,7 +73,7 @@ def save(path, graph):
 def draw_image(height=100, width=120, faces=((56, 40),), seed=0):
     """Draw a dark, textured image; a face is a red spot at (x, y).
 
-    These are multiples of 8, but not both of 16: then only the anchors of one cell see it.
+    Both are multiples of 8, but not both of 16, so that only the anchors of one cell detect it.
     """
     random = np.random.default_rng(seed)
     coarse = Image.fromarray(random.integers(20, 100, (6, 8, 3), dtype=np.uint8))

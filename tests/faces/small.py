@@ -1,4 +1,4 @@
-"""Small faces whose vectors are known: a gray level is an angle, an ONNX file is the mean color."""
+"""Small faces with known vectors: a gray level is an angle; an ONNX file is the mean color."""
 
 import numpy as np
 import onnx
@@ -20,7 +20,7 @@ def save(path, value):
 
 
 def by_angle(pixels):
-    """The vector at the angle, in degrees, of the gray level."""
+    """Return unit vectors at the angle, in degrees, of the gray level."""
     angle = torch.deg2rad(pixels[:, 0, 0, 0].double())
     return torch.stack([angle.cos(), angle.sin()], 1).float()
 

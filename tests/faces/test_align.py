@@ -1,4 +1,4 @@
-"""`proximetry faces align`: a folder of images in, a folder of aligned faces out."""
+"""`proximetry faces align`: outputs, resuming, settings, errors."""
 
 import csv
 import json
@@ -73,7 +73,7 @@ def by_path(out):
 @pytest.mark.parametrize("size", ["112x112", "112x96"])
 def test_every_image_is_aligned_or_listed(images, tmp_path, detector, size):
     out, lines, steps = tmp_path / "out", [], []
-    found = align_folder(
+    result = align_folder(
         images,
         out,
         size=size,
@@ -81,7 +81,7 @@ def test_every_image_is_aligned_or_listed(images, tmp_path, detector, size):
         log=lines.append,
         progress=lambda done, total: steps.append((done, total)),
     )
-    assert found == Alignment(out, out / "faces.csv", 13, 10, 1, 1, 2)
+    assert result == Alignment(out, out / "faces.csv", 13, 10, 1, 1, 2)
     assert steps[-1] == (13, 13)
     assert any("notes.txt" in line for line in lines)
     rows = by_path(out)
@@ -101,7 +101,7 @@ def test_every_image_is_aligned_or_listed(images, tmp_path, detector, size):
         (at,) = np.flatnonzero(np.abs(faces.scores - score) < 1e-4)
         np.testing.assert_allclose(box, faces.boxes[at], atol=0.01)
         np.testing.assert_allclose(points, faces.points[at], atol=0.01)
-        # The list holds the very numbers that the face was warped with.
+        # The report contains the values used for warping.
         expected = warp(image, similarity(points, template(size)), *map(int, size.split("x")))
         np.testing.assert_array_equal(np.asarray(Image.open(out / row["output"])), expected)
     catalog = Catalog.from_folder(out)
@@ -141,7 +141,7 @@ def test_resume_skips_finished_images(images, tmp_path, detector, monkeypatch):
     assert {row["status"] for row in table(out)} == {"aligned", "no face"}
     seen.clear()
     (out / "person0" / "1.png").unlink()
-    (out / "person0" / "2.png").write_bytes(b"")  # as a power cut may leave it
+    (out / "person0" / "2.png").write_bytes(b"")  # as after a power failure
     draw(images / "person0" / "two.png", faces=((88, 56),), seed=9)  # another image
     draw(images / "person0" / "new.png", seed=10)
     align_folder(images, out, detector=detector)
@@ -210,7 +210,7 @@ def test_aligned_folder_is_rejected(tmp_path, detector):
     home.mkdir()
     draw(home / "0.png", "112x96")
     (home / "broken.jpg").write_bytes(b"not an image")
-    with pytest.raises(ValueError, match="112x96 already"):
+    with pytest.raises(ValueError, match="already 112x96"):
         align_folder(home, out, size="112x96", detector=detector)
     assert align_folder(home, out, size="112x112", detector=detector).unreadable == 1
 
@@ -292,9 +292,9 @@ def test_align_command(capsys, images, tmp_path, detector):
     assert code == 0, err
     assert "detector: scrfd.onnx" in printed
     assert f"aligned 10 faces of 13 images to {out} (112x112)" in printed
-    assert "1 images show several faces (--keep center)" in printed
-    assert "1 images show no face" in printed
-    assert "2 images cannot be read" in printed
+    assert "images with several faces (--keep center): 1" in printed
+    assert "images without a face: 1" in printed
+    assert "unreadable images: 2" in printed
     assert str(out / "faces.csv") in printed
     code, printed, err = run(capsys, *words, "--json")
     assert code == 0, err

@@ -77,16 +77,16 @@ def nms(candidates):
     return kept
 
 
-def same(found, expected):
-    assert len(found) == len(expected)
+def assert_same(result, expected):
+    assert len(result) == len(expected)
     for row, (score, box, points) in enumerate(expected):
-        np.testing.assert_allclose(found.scores[row], score, atol=1e-5)
-        np.testing.assert_allclose(found.boxes[row], box, atol=1e-2)
-        np.testing.assert_allclose(found.points[row], points, atol=1e-2)
+        np.testing.assert_allclose(result.scores[row], score, atol=1e-5)
+        np.testing.assert_allclose(result.boxes[row], box, atol=1e-2)
+        np.testing.assert_allclose(result.points[row], points, atol=1e-2)
 
 
 def noise(height, width, seed):
-    """Random, but no two pixels are equally red: the order of scores is certain."""
+    """Return random pixels with distinct red values, so that the order of scores is unique."""
     random = np.random.default_rng(seed)
     image = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
     image[..., 0] = 20
@@ -106,8 +106,8 @@ def test_faces_equal_a_slow_reference(models, kind, shapes):
     room = KINDS[kind].get("size", (640, 640))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(detector, "MIN_SIDE", 10**9)  # once, at the first size
-        for image, found in zip(images, models[kind](images), strict=True):
-            same(found, slow_faces(image, room))
+        for image, result in zip(images, models[kind](images), strict=True):
+            assert_same(result, slow_faces(image, room))
 
 
 @pytest.mark.parametrize(("height", "width"), [(170, 100), (40, 300), (1, 300), (129, 128)])
@@ -118,10 +118,10 @@ def test_large_images_are_scaled_down(models, monkeypatch, height, width):
     image[..., 0] = np.linspace(0, 255, height * width).reshape(height, width)
     for kind in ("any size, any batch", "one size, one image"):
         expected = slow_faces(image, KINDS[kind].get("size", (64, 64)))
-        found = models[kind]([image])[0]
+        result = models[kind]([image])[0]
         assert len(expected)
-        # Scaling rounds to bytes, so that scores may be equal: then any may come first.
-        np.testing.assert_allclose(found.scores, [face[0] for face in expected], atol=1e-5)
+        # Scaling rounds to bytes, so that equal scores may come in any order.
+        np.testing.assert_allclose(result.scores, [face[0] for face in expected], atol=1e-5)
 
 
 def test_images_of_one_size_share_a_batch(models, monkeypatch):
@@ -132,9 +132,9 @@ def test_images_of_one_size_share_a_batch(models, monkeypatch):
     images = [draw_image(100, 120, seed=seed) for seed in range(6)] + [
         draw_image(40, 64, ((24, 24),))
     ]
-    found = model(images)
+    result = model(images)
     assert runs == [(4, 3, 128, 128), (2, 3, 128, 128), (1, 3, 64, 64)]
-    for image, faces in zip(images, found, strict=True):
+    for image, faces in zip(images, result, strict=True):
         (alone,) = model([image])
         np.testing.assert_array_equal(faces.boxes, alone.boxes)
         np.testing.assert_array_equal(faces.points, alone.points)
@@ -148,18 +148,18 @@ def test_image_without_large_face_is_halved(models, monkeypatch):
     monkeypatch.setattr(model, "run", lambda inputs: sizes.append(inputs.shape[2:]) or run(inputs))
     assert len(model([draw_image(500, 1280, faces=())])[0]) == 0
     assert sizes == [(256, 640), (128, 320), (64, 160), (32, 96)]
-    # Dark in every eighth row, which the model samples; visible once rows are averaged.
+    # Dark in every eighth row, which the model samples; visible when rows are averaged.
     striped = draw_image(256, 256, faces=())
     striped[64:192, 64:192] = (255, 90, 120)
     striped[::8] = 20
     sizes.clear()
-    (found,) = model([striped])
+    (result,) = model([striped])
     assert sizes == [(256, 256), (128, 128)]
-    assert len(found)
-    assert found.boxes[0, 0] > 0
-    assert (np.diff(found.scores) <= 0).all()
+    assert len(result)
+    assert result.boxes[0, 0] > 0
+    assert (np.diff(result.scores) <= 0).all()
     (again,) = model([np.asarray(Image.fromarray(striped).resize((128, 128)))])
-    assert len(found) <= len(again) + 1
+    assert len(result) <= len(again) + 1
 
 
 def test_nonfinite_outputs_are_ignored():
@@ -173,7 +173,7 @@ def test_nonfinite_outputs_are_ignored():
 
 
 def other_model(path, inputs, output):
-    """A model of another kind: all its inputs, added up."""
+    """Write another kind of model: the sum of its inputs."""
     values = [helper.make_tensor_value_info(n, kind, shape) for n, kind, shape in inputs]
     node = helper.make_node("Sum", [value.name for value in values], ["sum"])
     if not inputs:

@@ -41,8 +41,8 @@ def test_contract_defines_the_input_pixels(tmp_path, contract, expected):
     (tmp_path / "c.json").write_text(json.dumps(contract))
     (tmp_path / "m.json").write_text(json.dumps(contract))
     for place in places:
-        found = open_embedder(path, place).embed(PIXELS)
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+        vectors = open_embedder(path, place).embed(PIXELS)
+        np.testing.assert_allclose(vectors, expected, atol=1e-5)
 
 
 def test_image_size_of_the_file_or_contract(tmp_path):
@@ -59,9 +59,9 @@ def test_image_size_of_the_file_or_contract(tmp_path):
 
 @pytest.mark.parametrize("batch", ["batch", 1, 3, 8])
 def test_fixed_and_dynamic_batch_sizes(tmp_path, batch):
-    found = open_embedder(mean_color(tmp_path / "m.onnx", batch=batch), '{"mean": 0, "std": 1}')
-    np.testing.assert_allclose(found.embed(PIXELS), MEAN, rtol=1e-5)
-    assert found.dim == 3
+    embedder = open_embedder(mean_color(tmp_path / "m.onnx", batch=batch), '{"mean": 0, "std": 1}')
+    np.testing.assert_allclose(embedder.embed(PIXELS), MEAN, rtol=1e-5)
+    assert embedder.dim == 3
 
 
 def test_file_that_declares_any_batch_but_takes_one(tmp_path):
@@ -71,15 +71,15 @@ def test_file_that_declares_any_batch_but_takes_one(tmp_path):
     nodes = [POOL, shape, helper.make_node("Reshape", ["p", "s"], ["y"])]
     outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 3])]
     path = mean_color(tmp_path / "m.onnx", nodes=nodes, outputs=outputs)
-    found = open_embedder(path, '{"mean": 0, "std": 1}').embed(PIXELS)
-    np.testing.assert_allclose(found, MEAN, rtol=1e-5)
+    vectors = open_embedder(path, '{"mean": 0, "std": 1}').embed(PIXELS)
+    np.testing.assert_allclose(vectors, MEAN, rtol=1e-5)
 
 
 def test_half_precision(tmp_path):
     path = mean_color(tmp_path / "m.onnx", dtype=TensorProto.FLOAT16)
-    found = open_embedder(path).embed(PIXELS)
-    assert found.dtype == torch.float32
-    np.testing.assert_allclose(found, (MEAN - 127.5) / 127.5, atol=3e-3)
+    vectors = open_embedder(path).embed(PIXELS)
+    assert vectors.dtype == torch.float32
+    np.testing.assert_allclose(vectors, (MEAN - 127.5) / 127.5, atol=3e-3)
 
 
 def test_several_outputs_need_a_name(tmp_path):
@@ -91,8 +91,8 @@ def test_several_outputs_need_a_name(tmp_path):
         open_embedder(path)
     with pytest.raises(ValueError, match="z, y, not x"):
         open_embedder(path, '{"output": "x"}')
-    found = open_embedder(path, '{"output": "y", "mean": 0, "std": 1}').embed(PIXELS)
-    np.testing.assert_allclose(found, MEAN, rtol=1e-5)
+    vectors = open_embedder(path, '{"output": "y", "mean": 0, "std": 1}').embed(PIXELS)
+    np.testing.assert_allclose(vectors, MEAN, rtol=1e-5)
 
 
 def info(name, shape, dtype=TensorProto.FLOAT):

@@ -41,7 +41,7 @@ def slow_warp(image, matrix, height, width):
 
 
 def photograph(seed=0, height=180, width=150):
-    """Smooth like a photograph, with some noise."""
+    """Return an image as smooth as a photograph, with some noise."""
     random = np.random.default_rng(seed)
     coarse = Image.fromarray(random.integers(0, 256, (14, 12, 3), dtype=np.uint8))
     smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), np.float64)
@@ -61,9 +61,9 @@ def test_similarity_equals_umeyama(points, size):
     spread = np.linalg.norm(points - points.mean(0))
     expected = umeyama(points, template(size)) if spread > 1 else None
     if expected is None or np.hypot(*expected[:, 0]) < 1e-3:
-        return  # hardly a face: test_degenerate_points
-    found = similarity(points, template(size))
-    np.testing.assert_allclose(found, expected, atol=1e-7, rtol=1e-7)
+        return  # see test_degenerate_points
+    result = similarity(points, template(size))
+    np.testing.assert_allclose(result, expected, atol=1e-7, rtol=1e-7)
 
 
 @given(image_points, st.floats(-3, 3), st.floats(0.1, 10), st.floats(-50, 50))
@@ -71,8 +71,8 @@ def test_similarity_is_recovered(points, angle, scale, shift):
     if np.linalg.norm(points - points.mean(0)) < 1:
         return
     turn = scale * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-    found = similarity(points, points @ turn.T + shift)
-    np.testing.assert_allclose(found, np.column_stack([turn, [shift, shift]]), atol=1e-6)
+    result = similarity(points, points @ turn.T + shift)
+    np.testing.assert_allclose(result, np.column_stack([turn, [shift, shift]]), atol=1e-6)
 
 
 @pytest.mark.parametrize("points", [np.full((5, 2), 7.0), np.full((5, 2), np.nan)])
@@ -86,10 +86,10 @@ def test_warp_is_bilinear_and_black_outside(shift):
     for size in SIZES:
         matrix = similarity(some_points(2, shift), template(size))
         expected = slow_warp(image, matrix, 56, 48)
-        found = warp(image, matrix, 56, 48)
-        assert found.dtype == np.uint8
-        assert np.abs(found - expected).max() <= 0.5 + 1e-3
-    assert (found == 0).all() == (shift == 500.0)
+        result = warp(image, matrix, 56, 48)
+        assert result.dtype == np.uint8
+        assert np.abs(result - expected).max() <= 0.5 + 1e-3
+    assert (result == 0).all() == (shift == 500.0)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -113,13 +113,13 @@ def test_warp_equals_scikit_image(seed):
         image, theirs.inverse, output_shape=(112, 112), order=1, preserve_range=True
     )
     difference = np.abs(warp(image, matrix, 112, 112) - expected)
-    assert difference.mean() < 0.5  # rounding to whole gray levels alone makes 0.25
+    assert difference.mean() < 0.5  # rounding to whole gray levels accounts for 0.25
     assert difference.max() <= 1.0
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_warp_equals_opencv(seed):
-    """As cv2.warpAffine computes: places in 32nds of a pixel, weights in 32768ths."""
+    """Like cv2.warpAffine: positions in 1/32 pixel, weights in 1/32768."""
     image, matrix = photograph(seed), similarity(some_points(seed), template("112x112"))
     inverse = np.linalg.inv(np.vstack([matrix, [0, 0, 1]]))[:2]
     columns, rows = np.meshgrid(np.arange(112), np.arange(112))

@@ -12,11 +12,11 @@ from tests.faces.small import ANGLES, by_angle, lfw, mean_color, save
 
 
 def reference(probes, labels, distractors):
-    """Ranks of (probe, mate) and TAR at FAR, with plain loops; ties count against."""
+    """Return ranks of (probe, mate) and TAR at FAR by plain loops; ties are counted as errors."""
 
     def vectors(angles):
-        found = by_angle(torch.tensor(angles, dtype=torch.uint8)[:, None, None, None]).double()
-        return [one / one.norm() for one in found]
+        result = by_angle(torch.tensor(angles, dtype=torch.uint8)[:, None, None, None]).double()
+        return [one / one.norm() for one in result]
 
     def cosine(a, b):
         return float(a @ b)
@@ -39,19 +39,19 @@ def reference(probes, labels, distractors):
 
 
 def test_identification_equals_a_plain_loop(tmp_path):
-    """Whole degrees tie often; those with one image are the distractors."""
+    """Whole degrees often tie; people with one image are the distractors."""
     rng = np.random.default_rng(0)
     people = {f"P{n}": rng.integers(0, 90, 2 + n % 3).tolist() for n in range(12)}
     alone = {f"Q{n}": [angle] for n, angle in enumerate(rng.integers(0, 180, 40).tolist())}
-    found = identify_people(ANGLES, read_people(lfw(tmp_path, people | alone)), batch_size=7)
+    results = identify_people(ANGLES, read_people(lfw(tmp_path, people | alone)), batch_size=7)
     labels = [label for label in sorted(people) for _ in people[label]]
     probes = [angle for label in sorted(people) for angle in people[label]]
     ranks, rates = reference(probes, labels, [angle for (angle,) in alone.values()])
-    assert found.result.ranks.tolist() == ranks
+    assert results.result.ranks.tolist() == ranks
     assert len(set(ranks)) > 10
-    assert found.result.tar_at_far == pytest.approx(rates)
+    assert results.result.tar_at_far == pytest.approx(rates)
     assert set(rates) == {1e-3}
-    document = found.document()
+    document = results.document()
     assert document["rank"] == {str(k): np.mean(np.array(ranks) <= k) for k in (1, 5, 10, 100)}
     assert document["cmc"][4] == document["rank"]["5"]
     assert (document["probes"], document["people"]) == (len(probes), 12)
@@ -60,7 +60,7 @@ def test_identification_equals_a_plain_loop(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Probes by color, a folder of distractors, and the vectors of these in files."""
+    """Probes by color, a folder of distractors, and files of the distractors' vectors."""
     rng = np.random.default_rng(0)
     lfw(tmp_path / "probes", {f"P{n}": rng.integers(0, 256, (3, 3)) for n in range(5)})
     lfw(tmp_path / "probes", {"lonely": rng.integers(0, 256, (1, 3))})
@@ -77,15 +77,15 @@ def folder(tmp_path):
 
 def test_distractors_as_images_and_as_vectors_agree(call, folder):
     words = ["faces", "identify", folder / "m.onnx", folder / "probes", "--json", "--distractors"]
-    found = {
+    result = {
         name: json.loads(call(*words, folder / name))
         for name in ("distractors", "both.npy", "both.npz", "plain.npy")
     }
-    for name, document in found.items():
+    for name, document in result.items():
         assert document["distractors"] == 50
         assert document["trials"] == 30
         for key in ("rank", "cmc", "tar_at_far", "impostor_pairs"):
-            assert document[key] == found["distractors"][key]
+            assert document[key] == result["distractors"][key]
         assert ("image only" in document["views"]) == (name == "plain.npy")
         assert any("not probes: lonely" in note for note in document["notes"])
 
@@ -108,14 +108,14 @@ def test_unreadable_images_raise_or_are_skipped(call, folder):
     for number, path in enumerate(bad):
         path.write_bytes(b"not an image")
         assert f"{bad[0]}: not an image" in call(*words, code=1)
-        found = json.loads(call(*words, "--bad-images", "skip", "--batch-size", "4", "--json"))
-        assert len(found["skipped"]) == number + 1
-        assert found["trials"] == before["trials"] - 4
-        assert found["distractors"] == 50 - number
+        result = json.loads(call(*words, "--bad-images", "skip", "--batch-size", "4", "--json"))
+        assert len(result["skipped"]) == number + 1
+        assert result["trials"] == before["trials"] - 4
+        assert result["distractors"] == 50 - number
     (folder / "probes" / "P0" / "P0_0003.png").write_bytes(b"neither")
-    found = json.loads(call(*words, "--bad-images", "skip", "--json"))
-    assert found["people"] == 4
-    assert "1 images have no other image of their person" in found["notes"]
+    result = json.loads(call(*words, "--bad-images", "skip", "--json"))
+    assert result["people"] == 4
+    assert "1 images have no other image of their person" in result["notes"]
     for path in (folder / "probes").rglob("*.png"):
         path.write_bytes(b"")
     assert "no person has two readable images" in call(*words, "--bad-images", "skip", code=1)
@@ -129,7 +129,7 @@ def test_unreadable_images_raise_or_are_skipped(call, folder):
         (["nowhere"], 2, "nowhere"),
         (["probes", "--distractors", "empty"], 2, "no images in this folder"),
         (["probes", "--distractors", "nowhere"], 2, ".npy or .npz"),
-        (["probes", "--distractors", "no.npy"], 2, "there is no file"),
+        (["probes", "--distractors", "no.npy"], 2, "no such file"),
         (["probes", "--distractors", "."], 2, "same images"),
         (["probes", "--distractors", "zero.npy"], 1, "[0, 6]"),
         (["probes", "--distractors", "whole.npy"], 1, "int64"),

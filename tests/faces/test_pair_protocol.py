@@ -28,10 +28,10 @@ def own(count=2):
 def test_lfw_images_of_any_extension(tmp_path, images):
     (images / "Ann" / "Ann_0001.png").rename(images / "Ann" / "Ann_0001.JPEG")
     path = write(tmp_path, "2\t1\nAnn\t1\t2\nAnn\t1\tBo\t3\n\nBo\t3\t4\nCy\t1\tBo\t4\n")
-    found = read_protocol(path, images)
-    assert found.format == "LFW"
-    assert found.templates["Ann/Ann_0001"] == (str(images / "Ann" / "Ann_0001.JPEG"),)
-    assert [(p.line, p.same, p.fold) for p in found.pairs] == [
+    protocol = read_protocol(path, images)
+    assert protocol.format == "LFW"
+    assert protocol.templates["Ann/Ann_0001"] == (str(images / "Ann" / "Ann_0001.JPEG"),)
+    assert [(p.line, p.same, p.fold) for p in protocol.pairs] == [
         (2, True, "1"),
         (3, False, "1"),
         (5, True, "2"),
@@ -44,7 +44,7 @@ def test_images_in_a_subfolder_of_the_folder(tmp_path, images):
     (tmp_path / "around").mkdir()
     images.rename(tmp_path / "around" / "lfw")
     assert len(read_protocol(path, tmp_path / "around").pairs) == 4
-    # A folder of one person is not such a folder.
+    # The folder of a person is not a folder of people.
     for video in "012":
         save(tmp_path / "videos" / "Ann" / video / "1.png", 3)
     text = "Ann/0,Ann/1,1,a\nAnn/0,Ann/2,0,a\nAnn/0,Ann/1,1,b\nAnn/1,Ann/2,0,b"
@@ -62,22 +62,22 @@ def test_ytf_videos(tmp_path, wrong):
     lines = [
         f"{fold}, 1, Ann/0, Ann/3, {wrong}1\n{fold}, 2, Ann/3, Bo/1, {wrong}0" for fold in "12"
     ]
-    found = read_protocol(write(tmp_path, "\n".join([HEADER, *lines])), videos)
-    assert found.format == "YTF"
-    assert [p.same for p in found.pairs] == [True, False] * 2
-    assert found.folds == ["1", "1", "2", "2"]
-    assert len(found.templates["Ann/3"]) == 3
+    protocol = read_protocol(write(tmp_path, "\n".join([HEADER, *lines])), videos)
+    assert protocol.format == "YTF"
+    assert [p.same for p in protocol.pairs] == [True, False] * 2
+    assert protocol.folds == ["1", "1", "2", "2"]
+    assert len(protocol.templates["Ann/3"]) == 3
 
 
 def test_custom_lists_are_split_into_folds_of_both_kinds(tmp_path, images):
     text = "image,image,same\n" + "\n".join(
         ["Ann/Ann_0001.jpg,Ann/Ann_0002.jpg,yes"] * 25 + ["Ann/Ann_0001,Bo/Bo_0001,no"] * 14
     )
-    found = read_protocol(write(tmp_path, text, "own.csv"), images)
-    assert found.format == "CSV"
-    assert found.pairs[0].line == 2
+    protocol = read_protocol(write(tmp_path, text, "own.csv"), images)
+    assert protocol.format == "CSV"
+    assert protocol.pairs[0].line == 2
     for fold in map(str, range(1, 11)):
-        kinds = [pair.same for pair in found.pairs if pair.fold == fold]
+        kinds = [pair.same for pair in protocol.pairs if pair.fold == fold]
         assert (kinds.count(True), kinds.count(False)) in [(3, 2), (3, 1), (2, 1)]
     assert len(read_protocol(write(tmp_path, own(3), "few.csv"), images).fold_names) == 3
 
@@ -85,9 +85,9 @@ def test_custom_lists_are_split_into_folds_of_both_kinds(tmp_path, images):
 def test_custom_folds_videos_and_quoted_names(tmp_path, images):
     save(images / "Smith, J." / "a b.png", 3)
     text = '"Smith, J./a b",Ann,1,x\nBo,Ann,0,x\nCy,Ann,0,y\nBo,Bo/Bo_0001,true,y\n'
-    found = read_protocol(write(tmp_path, text, "own.csv"), images)
-    assert found.fold_names == ["x", "y"]
-    assert len(found.templates["Ann"]) == 4
+    protocol = read_protocol(write(tmp_path, text, "own.csv"), images)
+    assert protocol.fold_names == ["x", "y"]
+    assert len(protocol.templates["Ann"]) == 4
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Two processes started by torchrun print the figures of one."""
+"""Two processes of torchrun print the same results as one."""
 
 import json
 import subprocess

@@ -25,9 +25,9 @@ def by_hand(tmp_path):
 
 
 def test_verification_example_by_hand(tmp_path):
-    found = verify_pairs(ANGLES, by_hand(tmp_path), batch_size=7)
-    r = found.result
-    # Nine folds are perfect between cos 20° and cos 60°: there both pairs of the first are wrong.
+    results = verify_pairs(ANGLES, by_hand(tmp_path), batch_size=7)
+    r = results.result
+    # Nine folds are perfect between cos 20° and cos 60°, where both pairs of the first are wrong.
     assert r.thresholds[0] == pytest.approx((COS[0] + COS[3]) / 2, abs=1e-6)
     # The others see one wrong decision between 20° and 40°, two between 40° and 50°, one below;
     # the highest of the best thresholds is taken.
@@ -36,16 +36,16 @@ def test_verification_example_by_hand(tmp_path):
     assert r.accuracy == pytest.approx(0.9)
     assert r.standard_error == pytest.approx(0.1)  # √(9 · 0.1² + 0.9²) / √9 / √10
     assert r.eer == pytest.approx(0.1)
-    assert r.auc == pytest.approx(0.99)  # of 100 duels one is lost
+    assert r.auc == pytest.approx(0.99)  # 1 of 100 comparisons is wrong
     assert r.tar_at_far == {0.1: 1.0}
-    document = found.document()
+    document = results.document()
     assert [fold["fold"] for fold in document["folds"]] == [str(1 + i) for i in range(10)]
     assert document["images"] == 30
     assert document["notes"] == []
 
 
 def test_video_is_the_mean_of_its_frames(tmp_path):
-    """Unit vectors at 0° and 80° have their mean at 40°; the middle one of three at 30° too."""
+    """Unit vectors at 0° and 80° have their mean at 40°, as do those at 10°, 30° and 50° at 30°."""
     for video, angles in {"a/0": [0, 80], "a/1": [10, 30, 50], "b/0": [100]}.items():
         for frame, angle in enumerate(angles):
             save(tmp_path / "videos" / video / f"{frame}.png", angle)
@@ -78,11 +78,11 @@ def test_unreadable_images_raise_or_their_pairs_are_skipped(tmp_path):
     (tmp_path / "pairs.txt").write_text("\n".join(lines))
     protocol = read_protocol(tmp_path / "pairs.txt", tmp_path / "faces")
     for size in (1, 2, 64):
-        found = verify_pairs(ANGLES, protocol, bad_images="skip", batch_size=size)
-        assert len(found.protocol.pairs) == 19
-        (only,) = found.document()["skipped"]
+        results = verify_pairs(ANGLES, protocol, bad_images="skip", batch_size=size)
+        assert len(results.protocol.pairs) == 19
+        (only,) = results.document()["skipped"]
         assert only.startswith(f"line 7: {bad}: not an image")
-        assert found.result.accuracy == pytest.approx(0.9)
+        assert results.result.accuracy == pytest.approx(0.9)
 
 
 def test_nonfinite_vectors_raise_with_the_file(tmp_path):

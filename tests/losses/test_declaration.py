@@ -33,7 +33,7 @@ def test_signature_follows_the_declaration():
 
 
 @pytest.mark.parametrize("name", [*NAMES, *PAIRS])
-def test_every_setting_has_a_default_that_passes_its_check_and_a_meaning(name):
+def test_every_setting_has_a_valid_default_and_a_description(name):
     for key, declared in losses.loss_settings(name).items():
         assert declared.check(key, declared.default) == declared.default
         assert declared.help
@@ -105,7 +105,7 @@ def test_constructor_rejects_invalid_arguments(call, error, message):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_settings_are_checked_on_assignment_too(name):
+def test_settings_are_validated_on_assignment(name):
     loss = make(name)
     for key, declared in loss.settings().items():
         if declared.is_constant:
@@ -155,5 +155,5 @@ def test_custom_loss_is_declared_registered_and_subclassed(monkeypatch):
     assert Sharper(2, 3, proxies_per_class=1).scale == 8.0
     assert Sharper(2, 3, proxies_per_class=1).proxies.weight.shape == (2, 1, 3)
     for name in ("Other", "MPA"):
-        with pytest.raises(ValueError, match="'mpa' exists already: MPA"):
+        with pytest.raises(ValueError, match="already registered for MPA: 'mpa'"):
             type(name, (losses.ProxyLoss,), {}, name="mpa")

@@ -29,7 +29,7 @@ def test_value_equals_the_formula(name, k, engine):
     for seed in range(5):
         x, y = batch(seed=seed)
         expected = formula(name)(x.numpy(), loss.proxies.weight.detach().numpy(), y.numpy())
-        loss.eval()  # SphereFace's annealing stands still
+        loss.eval()  # SphereFace's λ stays the same
         assert loss(x, y).item() == pytest.approx(expected, rel=1e-10)
 
 

@@ -72,7 +72,7 @@ def test_memory_resumes_from_its_state_bit_for_bit(name, steps):
 def test_batch_larger_than_the_memory_is_compared_with_itself(name):
     x, y = batch(size=12, dtype=torch.float32)
     loss = PairLoss(name, memory=7, dim=5)
-    for _ in range(2):  # whatever was remembered
+    for _ in range(2):  # whether the memory is empty or full
         assert loss(x, y).item() == pytest.approx(PairLoss(name)(x, y).item())
 
 
@@ -81,7 +81,7 @@ def test_ignored_labels_do_not_change_value_and_gradient(name):
     x, y = batch(size=24, dtype=torch.float32)
     y[::5] = -1
     remaining = y >= 0
-    x[::10] = torch.nan  # whatever it holds
+    x[::10] = torch.nan  # ignored samples may have any value
     actual = []
     for given, labels in ((x.clone(), y), (x[remaining], y[remaining])):
         given.requires_grad_()
@@ -158,7 +158,7 @@ NOT_REDUCED = peer.ContrastiveLoss(reducer=DoNothingReducer())
         (lambda: PairLoss(peer.FastAPLoss(), memory=8, dim=3), "FastAPLoss .* memory"),
         (lambda: PairLoss(peer.CrossBatchMemory(peer.SupConLoss(), 5, 32)), "CrossBatchMemory"),
         (lambda: PairLoss(NOT_REDUCED)(torch.ones(2, 3), [0, 0]), "reducer"),
-        (lambda: PairLoss("triplet", memory=3), "needs dim"),
+        (lambda: PairLoss("triplet", memory=3), "Pass dim"),
         (lambda: PairLoss("n_pair", memory=8, dim=3), "n_pair"),
         (lambda: PairLoss("triplet", memory=0, dim=3), "memory .* 0"),
         (lambda: PairLoss("triplet")(torch.zeros(2, 3), [0, 0, 0]), "3 entries for 2"),

@@ -137,7 +137,7 @@ PLAIN, NAMED = Proxies(2, 3), Proxies(2, 3, names=["a", "b"])
 @pytest.mark.parametrize(
     ("proxies", "new_classes", "options", "message"),
     [
-        (NAMED, 1, {}, "need names"),
+        (NAMED, 1, {}, "old classes have names"),
         (NAMED, ["a"], {}, "duplicate"),
         (PLAIN, 0, {}, "new_classes .* got 0"),
         (PLAIN, 1.5, {}, "new_classes .* got 1.5"),
@@ -152,7 +152,12 @@ PLAIN, NAMED = Proxies(2, 3), Proxies(2, 3, names=["a", "b"])
         (PLAIN, 2, {"init": [torch.ones(2, 3), torch.eye(3) * torch.nan]}, "class 1"),
         (PLAIN, 2, {"init": torch.diag(torch.tensor([1.0, 0, 0]))[:2]}, "class 1 has no"),
         (PLAIN, 1, {"init": [torch.tensor([[1.0, 0, 0], [-1, 0, 0]])]}, "examples cancel"),
-        (PLAIN, 1, {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "does not hold"),
+        (
+            PLAIN,
+            1,
+            {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())},
+            "does not contain",
+        ),
     ],
 )
 def test_grow_rejects_invalid_arguments(proxies, new_classes, options, message):

@@ -90,7 +90,7 @@ def test_equal_zero_and_single_proxies_have_finite_gradients(term, w, expected):
 
 
 @pytest.mark.parametrize("term", [IntraClassRegularizer(), ExclusiveRegularizer()])
-def test_length_of_proxies_does_not_matter_and_nan_makes_nan(term):
+def test_terms_are_invariant_to_proxy_length_and_propagate_nan(term):
     w = draw(6, 2, 5).float()
     expected = term(w).item()
     for scale in (1e-10, 1e-5, 1e5, 1e15):

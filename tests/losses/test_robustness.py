@@ -153,10 +153,10 @@ def test_nan_batch_does_not_change_centers_or_memory(name, factor):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_step_without_check_labels_does_not_synchronize_with_the_device(name):
-    """The processor reads no tensor; labels of −1 are ignored all the same."""
+    """No tensor is read on the CPU; labels of −1 are still ignored."""
 
     def fail(*_):
-        raise AssertionError("on CUDA this waits")
+        raise AssertionError("this would synchronize with the GPU")
 
     x, y = batch(dtype=torch.float32)
     y[3] = -1
@@ -222,7 +222,7 @@ def test_compiles_as_one_graph(name, backend):
     y[3] = -1
     loss = make(name, k=2, engine="dense").eval()
     expected = value_and_gradients(loss, x, y)
-    torch.compiler.reset()  # the losses share one forward, and eight variants of it are the limit
+    torch.compiler.reset()  # the losses share one forward, which has at most eight variants
     compiled = torch.compile(loss, fullgraph=True, backend=backend)
     got = value_and_gradients(compiled, x, y)
     torch.testing.assert_close(got[0], expected[0])

@@ -71,7 +71,7 @@ def test_weight_w_equals_w_samples(name, engine, classes, entries, seed, counts)
         assert_same(got, expected)
 
         ignored = y.masked_fill(repeats == 0, -1)
-        x[repeats == 0] = torch.nan  # whatever it holds
+        x[repeats == 0] = torch.nan  # ignored samples may have any value
         assert_same(gradients(loss, x, ignored, repeats.clamp(min=1)), expected)
         remaining = repeats > 0
         expected = list(gradients(loss, x[remaining], y[remaining]))
@@ -88,7 +88,7 @@ def test_weight_w_equals_w_samples(name, engine, classes, entries, seed, counts)
 @pytest.mark.parametrize("name", NAMES)
 @FEW
 @shapes()
-def test_terms_and_sums_are_the_loss_with_its_gradient(
+def test_reductions_sum_and_none_equal_the_mean_times_the_size(
     name, engine, classes, entries, seed, counts
 ):
     x, y = batch(len(counts), classes, seed=seed)
@@ -102,7 +102,7 @@ def test_terms_and_sums_are_the_loss_with_its_gradient(
         assert value.shape == (size,)
         assert_same((value.sum(), *rest), expected)
 
-        # Each term has its own gradient, also where the others do not count.
+        # Each term has its own gradient, independent of the other terms.
         factors = torch.randn(size, generator=torch.Generator().manual_seed(seed)).double()
         twin = make_varied(name, "dense", classes, seed)
         actual = []
@@ -192,7 +192,7 @@ def test_center_losses_ignore_labels():
 def test_label_smoothing_equals_cross_entropy(
     name, engine, smoothing, classes, entries, seed, counts
 ):
-    """With the margin too: then the own class has another logit."""
+    """With a margin, too: the sample's class then has another logit."""
     x, y = batch(len(counts), classes, seed=seed)
     actual = []
     for way in (engine, "by hand"):

@@ -28,7 +28,7 @@ def _unit(rows):
 
 
 def ranking(similarities, allowed):
-    """Allowed indices, most similar first, equal ones by index."""
+    """Return the allowed indices, most similar first, ties by index."""
     return sorted(np.flatnonzero(allowed).tolist(), key=lambda j: (-similarities[j], j))
 
 

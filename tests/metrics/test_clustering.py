@@ -197,7 +197,7 @@ def test_kmeans_rejects_invalid_input():
     with pytest.raises(ValueError, match="iterations"):
         kmeans(values, 2, iterations=0)
     values[3, 1] = torch.nan
-    with pytest.raises(ValueError, match=r"NaN .* 3;"):
+    with pytest.raises(ValueError, match=r"NaN .* 3\."):
         kmeans(values, 2)
 
 
@@ -221,19 +221,19 @@ def test_cluster_reports_the_four_scores():
 
 @pytest.mark.parametrize(
     ("classes", "each", "width", "spread", "more"),
-    # How much more inertia is luck: three standard errors over the five seeds.
+    # Inertia may be larger by chance by this fraction: three standard errors over five seeds.
     [(300, 5, 32, 3.0, 0.01), (40, 25, 8, 1.5, 0.04), (8, 200, 16, 3.0, 0.04)],
 )
-def test_kmeans_is_as_good_as_scikit_learns(classes, each, width, spread, more):
+def test_kmeans_is_as_good_as_scikit_learn(classes, each, width, spread, more):
     values, labels = blobs(classes, each, width, spread)
 
-    def theirs(seed):
+    def reference_kmeans(seed):
         return KMeans(classes, n_init=1, random_state=seed, algorithm="lloyd").fit(values)
 
-    runs = [(kmeans(values, classes, seed=seed), theirs(seed)) for seed in range(5)]
-    inertia, expected = np.mean([(our.inertia, their.inertia_) for our, their in runs], axis=0)
+    runs = [(kmeans(values, classes, seed=seed), reference_kmeans(seed)) for seed in range(5)]
+    inertia, expected = np.mean([(ours.inertia, ref.inertia_) for ours, ref in runs], axis=0)
     assert inertia < (1 + more) * expected
     quality, expected = np.mean(
-        [(nmi(labels, our.assignments), nmi(labels, their.labels_)) for our, their in runs], axis=0
+        [(nmi(labels, ours.assignments), nmi(labels, ref.labels_)) for ours, ref in runs], axis=0
     )
     assert quality > expected - 0.02

@@ -1,4 +1,4 @@
-"""Copies of a vector are equally near, and so ordered by index, whichever way is searched."""
+"""Copies of a vector tie and are ordered by index, with every search method."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from proximetry.metrics import Metrics, evaluate, identify
 
 CUTS = (0, 23, 60)  # uneven shares
-EMPTY = (0, 60, 60)  # one process has nothing
+EMPTY = (0, 60, 60)  # one process has no items
 CHOSEN = Metrics(recall_at=(1, 10), ndcg_at=(5,), map_at=(5,), precision_at=(3,))
 
 
@@ -100,12 +100,12 @@ def faces():
     return draw.normal(size=(20, 8)), np.arange(20) // 3
 
 
-def crowds(share):
-    """Distractors as a matrix, as a stream, and none: the people themselves."""
-    crowd, far = data()["smooth"][share], {"far": (0.1, 0.01)}
+def distractor_sets(share):
+    """Return distractors as a matrix, as a stream, and None (closed set)."""
+    rows, far = data()["smooth"][share], {"far": (0.1, 0.01)}
     return {
-        "matrix": (crowd, far),
-        "stream": ((crowd[i : i + 9] for i in range(0, len(crowd), 9)), far),
+        "matrix": (rows, far),
+        "stream": ((rows[i : i + 9] for i in range(0, len(rows), 9)), far),
         "closed": (None, far),
     }
 
@@ -137,12 +137,12 @@ def work(rank, file, out):
             evaluate(spoiled, spoiled_labels, group=group)
         except ValueError as error:
             actual[f"error {name}"] = str(error)
-    for name, (distractors, options) in crowds(share).items():
+    for name, (distractors, options) in distractor_sets(share).items():
         result = identify(*faces(), distractors=distractors, **options, group=group)
         actual[f"identify {name}"] = [result.ranks.tolist(), str(result), result.impostor_pairs]
     try:
-        crowd = data()["smooth"][share]
-        identify(*faces(), distractors=np.where(rank == 1, np.nan, crowd), group=group)
+        rows = data()["smooth"][share]
+        identify(*faces(), distractors=np.where(rank == 1, np.nan, rows), group=group)
     except ValueError as error:
         actual["error identify"] = str(error)
     torch.save(actual, os.path.join(out, f"{rank}.pt"))
@@ -174,14 +174,14 @@ def test_error_on_one_process_raises_on_all(reports):
         assert "process 1: embeddings has NaN" in report["error nan"]
         assert "process 0: 8 dimensions" in report["error width"]
         assert "process 1: 7 dimensions" in report["error width"]
-        assert "use one kind" in report["error kinds"]
+        assert "Use one type" in report["error kinds"]
         assert report["error nothing"] == "embeddings is empty on every process"
         assert "none of the 60 queries has a positive" in report["error alone"]
 
 
 @pytest.mark.parametrize("name", ["matrix", "stream", "closed"])
 def test_identification_by_two_processes_equals_one(reports, name):
-    distractors, options = crowds(slice(None))[name]
+    distractors, options = distractor_sets(slice(None))[name]
     result = identify(*faces(), distractors=distractors, **options)
     expected = [result.ranks.tolist(), str(result), result.impostor_pairs]
     assert reports[0][f"identify {name}"] == expected

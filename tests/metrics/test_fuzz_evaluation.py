@@ -33,8 +33,8 @@ Array = np.ndarray[Any, Any]
 class Case(NamedTuple):
     vectors: torch.Tensor
     labels: Array
-    queries: Array  # rows that ask
-    gallery: Array  # rows that are found
+    queries: Array  # rows of the queries
+    gallery: Array  # rows of the gallery
     similarity: Any
 
     def arguments(self, text):
@@ -56,7 +56,7 @@ class Case(NamedTuple):
 def cases(draw):
     similarity = draw(st.sampled_from(["cosine", "euclidean", "dot", "hamming"]))
     dtype = draw(st.sampled_from(list(EXPONENTS)))
-    # Squares of entries must be in the range of the type; a cosine has any scale.
+    # Squares of entries must be in the range of the type; for cosines any scale is valid.
     most = 1000 if similarity == "cosine" or dtype == torch.float64 else 40
     exponent = draw(st.sampled_from([e for e in EXPONENTS[dtype] if abs(e) <= most]))
     whole, outlier = draw(st.booleans()), draw(st.booleans())

@@ -142,9 +142,9 @@ def test_probe_in_the_gallery_is_excluded(seed, similarity, closed):
 def test_groups_exclude_distractors():
     rows, labels, groups = np.eye(3, dtype=np.float32)[[0, 0, 0, 1]], [0, 0, 1, 0], [5, 6, 5, 7]
     ranks = {(i, j): rank for i, j, rank in as_rows(identify(rows, labels, ignore_groups=groups))}
-    assert ranks[0, 1] == 1  # the third row is as near, but of the first one's group
+    assert ranks[0, 1] == 1  # the third row is as near, but in the group of the first
     assert ranks[1, 0] == 2
-    # Of another person are the third row for the other three and these for it, but not the first.
+    # The third row and the others are impostors of each other, but it shares the first row's group.
     assert identify(rows, labels, ignore_groups=groups).impostor_pairs == 6 - 2
     with pytest.raises(ValueError, match="gallery_ignore_groups"):
         identify(rows, labels, rows, labels, ignore_groups=groups)
@@ -257,7 +257,7 @@ def test_memory_does_not_grow_with_probes_times_distractors(tmp_path):
 
 
 def test_cmc_and_rates():
-    # Distractors on a line: the mate of probe 0 is beaten by two, that of probe 1 by none.
+    # Two distractors outrank the mate of probe 0, none that of probe 1.
     probes = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     gallery = torch.tensor([[1.0, 1.0], [0.0, 2.0]])
     distractors = torch.tensor([[3.0, 0.1], [2.0, -0.1], [-1.0, -1.0]])

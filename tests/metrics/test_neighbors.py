@@ -84,13 +84,13 @@ def self_task(vectors, codes, similarity):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles small enough that a few hundred items fill many."""
+    """Make tiles so small that a few hundred items fill many."""
     monkeypatch.setattr(symmetric, "TILE", 64)
     monkeypatch.setattr(symmetric, "GROUP", 8)
     monkeypatch.setitem(neighbors.BLOCK_BYTES, "cpu", 20_000)
 
 
-def both_ways(problem, depth):
+def compare_methods(problem, depth):
     assert can_search_symmetric(problem, depth)
     count = len(problem.gallery)
     one = search_symmetric(problem, torch.full((count,), depth), with_ranks=True)
@@ -113,7 +113,7 @@ def both_ways(problem, depth):
 @pytest.mark.parametrize("levels", [1, 2, 40])
 @pytest.mark.parametrize(("count", "classes"), [(128, 5), (130, 128), (357, 30), (511, 200)])
 def test_symmetric_search_equals_blocks_with_ties(similarity, levels, count, classes):
-    # Whole numbers: every similarity is exact, and ties abound, though there are few copies.
+    # With whole numbers, similarities are exact and ties frequent, although there are few copies.
     generator = torch.Generator().manual_seed(count + levels)
     vectors = torch.randint(-levels, levels + 1, (count, 12), generator=generator).float()
     codes = torch.randint(0, classes, (count,), generator=generator)
@@ -121,7 +121,7 @@ def test_symmetric_search_equals_blocks_with_ties(similarity, levels, count, cla
     if int(torch.bincount(codes).max()) > 32:
         codes = torch.arange(count) % 30
     for depth in (1, 7, 16):
-        both_ways(self_task(vectors, codes, similarity), depth)
+        compare_methods(self_task(vectors, codes, similarity), depth)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -150,7 +150,7 @@ def test_symmetric_search_on_several_threads(threads):
         for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
             vectors = torch.randint(-2, 3, (700, 8), generator=generator).float()
-            both_ways(self_task(vectors, torch.arange(700) % 150, "dot"), 9)
+            compare_methods(self_task(vectors, torch.arange(700) % 150, "dot"), 9)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
@@ -220,14 +220,14 @@ def test_inference_mode_default_dtype_and_device_of_the_caller_do_not_matter():
         torch.set_default_dtype(torch.float32)
 
 
-def test_symmetric_search_at_its_real_size():
+def test_symmetric_search_with_default_tiles():
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 900, (4500,), generator=generator)
     codes = torch.unique(codes, return_inverse=True)[1]
     centers = torch.randn(900, 16, generator=generator)
     vectors = centers[codes] + torch.randn(4500, 16, generator=generator)
     vectors[2000:2100] = vectors[:100]  # duplicates, some of them across classes
-    both_ways(self_task(vectors, codes, "cosine"), 50)
+    compare_methods(self_task(vectors, codes, "cosine"), 50)
 
 
 def precision_settings():
@@ -241,12 +241,12 @@ def reset_precision():
 
 
 @pytest.fixture
-def precision_put_back():
+def restored_precision():
     yield
     reset_precision()
 
 
-@pytest.mark.usefixtures("precision_put_back")
+@pytest.mark.usefixtures("restored_precision")
 @pytest.mark.parametrize("setting", ["untouched", "medium", "cuda", "all"])
 def test_precision_settings_of_the_caller_do_not_matter(setting):
     vectors = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
@@ -261,12 +261,12 @@ def test_precision_settings_of_the_caller_do_not_matter(setting):
         torch.set_float32_matmul_precision(setting)
     before = [part.fp32_precision for part in precision_settings()]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hasty = retrieve(vectors, labels, k=20)
+        actual = retrieve(vectors, labels, k=20)
     assert [part.fp32_precision for part in precision_settings()] == before
     if setting == "medium":
         assert torch.get_float32_matmul_precision() == setting
     if setting == "all":
-        torch.backends.fp32_precision = "ieee"  # which still decides for all
+        torch.backends.fp32_precision = "ieee"  # still applies to all backends
         assert {part.fp32_precision for part in precision_settings()} == {"ieee"}
-    assert np.array_equal(plain.ids, hasty.ids)
-    assert np.array_equal(plain.similarities, hasty.similarities)
+    assert np.array_equal(plain.ids, actual.ids)
+    assert np.array_equal(plain.similarities, actual.similarities)

@@ -67,7 +67,7 @@ def test_agrees_with_scikit_learn(similarity):
 
 
 class Column:
-    """A column as of pandas: no sequence, with a long text, but convertible to an array."""
+    """A column like that of pandas: not a sequence, but convertible to an array."""
 
     def __init__(self, values):
         self.values = values
@@ -92,7 +92,7 @@ def test_inputs_of_all_kinds_agree():
         [f"class {n}" for n in numbers],
         np.array([f"class {n}" for n in numbers], dtype=object),
         Column(numbers),
-        Column(numbers.astype(object)),  # whole numbers that might have been missing
+        Column(numbers.astype(object)),  # as of a nullable integer column
         array("q", numbers),
         deque(numbers.tolist()),
         pyarrow.array(numbers),
@@ -144,7 +144,7 @@ def test_common_offset_keeps_precision(offset):
 
 
 def test_distances_of_near_items_have_all_their_digits():
-    """They differ by less than the rounding of the product that found them."""
+    """They differ by less than the rounding error of the matrix product in the search."""
     draw = np.random.default_rng(0)
     query = (10 * draw.normal(size=(1, 64)) + 30).astype(np.float32)
     stored = np.concatenate([query + 1e-4 * draw.permutation(20)[:, None], -query])
@@ -154,7 +154,7 @@ def test_distances_of_near_items_have_all_their_digits():
     np.testing.assert_allclose(-actual.similarities[0], distances[actual.ids[0]], rtol=1e-7)
     assert actual.similarities[0].max() == 0  # a copy
     first = retrieve(stored, queries=query, k=1, similarity="euclidean")
-    assert first.ids[0, 0] == actual.ids[0, 0], "the order is that of any k, and of evaluate"
+    assert first.ids[0, 0] == actual.ids[0, 0], "the order does not depend on k"
 
 
 @pytest.fixture
@@ -277,7 +277,7 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
     ({"query_ignore_groups": [1, 2, 3, 4]}, "query_ignore_groups without queries"),
     ({**PAIRED, "queries": GOOD[:, :3]}, "dimensions.* 3"),
     ({**PAIRED, "queries": GOOD.astype(np.float64)}, "float64"),
-    ({**PAIRED, "query_labels": ["a", "b", "a", "b"]}, "one kind"),
+    ({**PAIRED, "query_labels": ["a", "b", "a", "b"]}, "Use one type"),
     ({"queries": GOOD[:0], "query_labels": []}, "queries is empty"),
     ({**PAIRED, "ignore_groups": [0, 1, 2, 3]}, "query_ignore_groups"),
     ({"ignore_groups": [0, 1]}, "ignore_groups has 2 entries for 4"),

@@ -23,7 +23,7 @@ CHOSEN = Metrics(recall_at=CUTOFFS, precision_at=CUTOFFS, map_at=CUTOFFS, ndcg_a
         elements=st.sampled_from([-1e30, -1.0, -1e-45, -0.0, 0.0, 1e-45, 2.0, 1e30]),
     )
 )
-def test_codes_are_packed_signs_and_hamming_counts_those_that_differ(vectors):
+def test_binary_codes_are_packed_signs_and_hamming_counts_differing_bits(vectors):
     codes = binary_codes(vectors)
     assert codes.dtype == np.uint8
     assert codes.shape == (len(vectors), -(-vectors.shape[1] // 8))
@@ -39,7 +39,7 @@ def test_codes_are_packed_signs_and_hamming_counts_those_that_differ(vectors):
 
 
 def problem(seed, apart):
-    """A set of its own, or queries and a gallery of which some images are both."""
+    """Return one set, or queries and a gallery that share some items."""
     draw = np.random.default_rng(seed)
     vectors = draw.standard_normal((40, 5)).astype(np.float32)
     vectors[:, 1] *= draw.integers(0, 2, 40)  # zeros
@@ -60,7 +60,7 @@ def problem(seed, apart):
 
 
 def check(actual, lists, given):
-    """Compare the score of each query with that of a list written out in full."""
+    """Compare the score of each query with that of its complete list."""
     labels = given["labels"]
     query_rows = given.get("query_labels", labels)
     for place, near in enumerate(lists):
@@ -149,7 +149,7 @@ def test_reranking_equals_loops(apart):
 
 
 def test_items_after_the_candidates_keep_their_rank():
-    """A positive that is not among the candidates keeps its place, however far behind."""
+    """A positive that is not among the candidates keeps its rank, however large."""
     draw = np.random.default_rng(0)
     vectors = torch.from_numpy(draw.standard_normal((RERANKED + 60, 6)))
     labels = np.arange(len(vectors)) // 2

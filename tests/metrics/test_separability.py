@@ -72,7 +72,7 @@ def test_scores_are_the_mean_and_the_angles_in_degrees():
 
 
 def count_groups(vectors, cosine):
-    """Groups of vectors that are joined by their cosines, found one by one."""
+    """Count the connected components of the graph of large cosines, one by one."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     units = vectors / np.where(lengths == 0, 1, lengths)
     left, groups = set(range(len(units))), 0

@@ -47,7 +47,7 @@ def test_curve_and_areas_equal_scikit_learn(pairs):
     np.testing.assert_array_equal(curve.thresholds, thresholds)
     assert auc(values, same) == pytest.approx(reference.roc_auc_score(same, values), abs=1e-12)
     crossing = brentq(lambda x: 1 - x - interp1d(far, tar)(x), 0, 1, xtol=1e-14)
-    # A vertical stretch of the curve is no function of FAR: there the crossing is the stretch.
+    # Interpolation fails where the curve is vertical.
     if len(np.unique(far)) == len(far):
         assert eer(values, same) == pytest.approx(crossing, abs=1e-9)
 
@@ -55,7 +55,7 @@ def test_curve_and_areas_equal_scikit_learn(pairs):
 @settings(max_examples=100, deadline=None)
 @given(scored())
 def test_eer_lies_on_the_curve(pairs):
-    """At the EER some mixture of two neighbouring thresholds makes both errors equal."""
+    """At the EER, interpolation between two neighboring thresholds makes both errors equal."""
     values, same = pairs
     curve, rate = roc(values, same), eer(values, same)
     errors = np.stack([curve.far, 1 - curve.tar], 1)
@@ -87,7 +87,7 @@ def test_tar_at_far_tries_every_threshold(pairs, far):
 
 
 def best_threshold(values, same):
-    """Every candidate written out, the highest of the best."""
+    """Try every candidate; return the highest of the best."""
     distinct = sorted(set(values))
     middles = [(a + b) / 2 for a, b in itertools.pairwise(distinct)]
     candidates = [-math.inf, *middles, math.inf]
@@ -198,7 +198,7 @@ def test_read_pairs(tmp_path):
     [
         ("2\t2\n", "two\t2\n", "line 1: expected the number of folds"),
         ("2\t2\n", "0\t2\n", "line 1: expected the number of folds"),
-        ("2\t2\n", "2\t3\n", "the file has 8"),
+        ("2\t2\n", "2\t3\n", "got 8"),
         ("Bo\t3\t1\n", "Bo\t3\n", r"line 3: expected 'name i j' \(same person\)"),
         ("Bo\t3\t1\n", "Bo\t3\tCy\t1\n", "line 3: expected 'name i j'"),
         ("Bo\t3\t1\n", "Bo\t3\tx\n", "line 3: .*'x'"),

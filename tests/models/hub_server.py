@@ -11,7 +11,7 @@ WRITER, READER = "hf_writer", "hf_reader"
 
 
 class Hub:
-    """Repositories in memory: a list of commits each, of which every one is a dict of files."""
+    """Repositories in memory: each is a list of commits, each commit a dict of files."""
 
     def __init__(self):
         self.commits, self.private, self.requests = {}, set(), []

@@ -13,7 +13,7 @@ from proximetry.models.backbones.bn_inception import _BLOCKS
 from tests.models import transformers  # noqa: F401 (importing registers tiny_dinov3)
 
 timm = load_timm()
-WITHOUT_CLASS_TOKEN = "test_vit2", "test_vit3", "test_resnet"  # only registers; a map
+WITHOUT_CLASS_TOKEN = "test_vit2", "test_vit3", "test_resnet"  # registers only; a feature map
 
 
 # Inputs, 1×1, (reduce, 3×3), (reduce, double 3×3) and projection of each block.
@@ -110,7 +110,7 @@ def test_bn_inception_block_equals_functional_calls():
         (nn.Identity(), {}, r"Embedder\.wrap"),
     ],
 )
-def test_backbone_rejects_bad_names_sizes_and_poolings(name, settings, message):
+def test_backbone_rejects_invalid_names_sizes_and_poolings(name, settings, message):
     with pytest.raises(ValueError, match=message):
         Embedder.create(name, **{"weights": "none", "image_size": 32} | settings)
 
@@ -147,7 +147,7 @@ MAPS = "test_resnet", "test_convnext", "mobilenetv3_small_050", "test_mambaout",
 
 @pytest.mark.parametrize("name", MAPS)
 def test_dropped_layers_do_not_change_features(name):
-    """The feature map is timm's, and all remaining parameters get a gradient."""
+    """The feature map equals timm's, and all remaining parameters get a gradient."""
     torch.manual_seed(0)
     model = build(name).eval()
     pixels = torch.randn(2, 3, 64, 64)
@@ -170,7 +170,7 @@ def test_dropped_layers_do_not_change_features(name):
         "efficientnet_lite0",
         "convnext_atto",
         "vit_tiny_patch16_224",
-        "lcnet_050",  # a convolution behind the pooling
+        "lcnet_050",  # a convolution after the pooling
         "bn_inception",
     ],
 )

@@ -72,7 +72,7 @@ def test_head_initialization_and_default_similarity():
 
 @pytest.mark.parametrize("power", [-90, -45, 0, 63, 100])
 def test_normalization_of_huge_and_tiny_vectors(power):
-    """Squares of such lengths leave the range of float32."""
+    """Squares of these norms overflow or underflow float32."""
     embedder = small(8).eval()
     pixels = torch.randn(3, 3, 48, 48)
     expected = embedder(pixels).detach()

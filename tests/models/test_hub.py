@@ -265,7 +265,7 @@ def test_cli_push_and_hub_addresses(server, tmp_path, capsys):
     black = torch.zeros(1, 3, 64, 64, dtype=torch.uint8)
     expected = Embedder.load(folder).embed(black)
     torch.testing.assert_close(open_embedder(f"hub:{REPO}").embed(black), expected)
-    # In a process of its own, as a user has it.
+    # In a separate process, as for a user.
     Image.new("RGB", (64, 64)).save(tmp_path / "black.png")
     words = ["embed", f"hub:{REPO}", "black.png", "--out", "v.npz"]
     environment = {**os.environ, "HF_ENDPOINT": server.address, "HF_HOME": str(tmp_path / "home")}

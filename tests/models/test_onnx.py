@@ -61,7 +61,7 @@ def test_exported_graph_equals_torch(tmp_path, capfd, backbone, settings):
     assert json.loads(props["versions"])["torch"] == torch.__version__
     assert props["fingerprint"] == embedder.fingerprint()
     assert [path.name for path in tmp_path.iterdir()] == ["e.onnx"]
-    again = open_embedder(tmp_path / "e.onnx")  # which reads the metadata
+    again = open_embedder(tmp_path / "e.onnx")  # reads the metadata
     assert again.flip_tta == embedder.architecture.flip_tta
     assert again.preprocessing.resize == embedder.preprocessing.resize
     whole = pixels.to(torch.uint8)

@@ -26,7 +26,7 @@ def test_principal_axes_equal_svd(seed, count, wide, data):
 
 
 @pytest.mark.parametrize("dim", [0, 16])
-def test_moments_of_few_vectors_add_the_heads_spread(dim):
+def test_moments_of_few_vectors_add_the_head_covariance(dim):
     torch.manual_seed(0)
     embedder = Embedder.create("small_convnet", dim, weights="none", image_size=24)
     width = embedder.dim
@@ -77,7 +77,7 @@ def test_pca_is_folded_into_the_head(dim, normalize, layer_norm, tmp_path):
         expected = F.normalize(expected, dim=1) if normalize else expected
         assert torch.allclose(reduced(pixels), expected, atol=1e-5)
         assert reduced.dim == reduced.architecture.dim == 5
-        assert torch.equal(embedder(pixels), vectors)  # which stays as it was
+        assert torch.equal(embedder(pixels), vectors)  # unchanged
         raw = torch.randint(0, 256, (9, 3, 24, 24), dtype=torch.uint8)
         assert torch.equal(reduced.project(extract_features(embedder, raw)), reduced.embed(raw))
         reduced.save(tmp_path / "reduced")
@@ -115,14 +115,14 @@ def test_whitening_divides_by_a_power_of_the_deviation(seed, power, scale, about
     plain = principal_axes(moments, 5, about)
     axes = principal_axes(moments, 5, about, power)
     assert torch.equal(principal_axes(moments, 5, about, 0.0), plain)
-    # Nothing is turned, and the first axis stays.
+    # Whitening rotates nothing and keeps the first axis.
     assert torch.allclose(F.normalize(axes, dim=1), plain, atol=1e-6)
     assert axes[0].norm().item() == pytest.approx(1, abs=1e-6)
     components = (vectors - about * vectors.mean(0)) @ plain.double().t()
     whitened = (vectors - about * vectors.mean(0)) @ axes.double().t()
     before, after = (found.square().mean(0) for found in (components, whitened))
     assert torch.allclose(after / after[0], (before / before[0]) ** (1 - power), rtol=1e-3)
-    # Longer vectors are compared by the same cosines.
+    # Cosines do not depend on the norms.
     longer = principal_axes(second_moments(scale * vectors), 5, about, power)
     assert torch.allclose(longer, axes, rtol=1e-4, atol=1e-4 * float(axes.abs().max()))
 

@@ -144,7 +144,7 @@ def test_save_rejects_folders_with_other_files_and_values_json_cannot_represent(
     with pytest.raises(ValueError, match="JSON values"):
         make().save(tmp_path / "e", metrics={"x": object()})
     assert not (tmp_path / "e").exists()
-    # Other files beside an embedder stay.
+    # Other files in the folder are kept.
     make().save(tmp_path / "e")
     (tmp_path / "e" / "README.md").write_text("mine")
     make(3).save(tmp_path / "e")

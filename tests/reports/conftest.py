@@ -64,7 +64,7 @@ def runs(home, table):
 
 @pytest.fixture
 def run(runs, tmp_path):
-    """A copy of the first."""
+    """A copy of the first run."""
     return shutil.copytree(runs[0], tmp_path / "run")
 
 
@@ -74,12 +74,12 @@ def records(runs):
 
 
 @pytest.fixture(scope="session")
-def found(records):
+def evaluations(records):
     return [evaluate_run(record) for record in records]
 
 
 class Page(HTMLParser):
-    """Elements of a page and tables by their captions; elements must be closed in order."""
+    """Elements of a page, and tables by caption; elements must be closed in order."""
 
     def __init__(self, content):
         super().__init__(convert_charrefs=True)
@@ -118,9 +118,9 @@ class Page(HTMLParser):
             self._row[-1] += data
 
     def table(self, beginning):
-        """The rows of a table, without its head."""
-        (found,) = [rows for name, rows in self.tables.items() if name.startswith(beginning)]
-        return found[1:]
+        """Return the rows of a table without its head."""
+        (matches,) = [rows for name, rows in self.tables.items() if name.startswith(beginning)]
+        return matches[1:]
 
     def all(self, tag):
         return [attributes for name, attributes in self.elements if name == tag]

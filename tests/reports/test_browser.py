@@ -1,4 +1,4 @@
-"""The page in a browser: map, search field, width of a phone, no errors of scripts."""
+"""The page in a browser: map, search field, phone width, no script errors."""
 
 import shutil
 
@@ -22,9 +22,9 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def file(records, found, tmp_path_factory):
+def file(records, evaluations, tmp_path_factory):
     place = tmp_path_factory.mktemp("page") / "report.html"
-    place.write_bytes(report_page(records[0], found[0]))
+    place.write_bytes(report_page(records[0], evaluations[0]))
     return place
 
 

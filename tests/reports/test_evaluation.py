@@ -21,7 +21,7 @@ from proximetry.reports.run_sections import classes_section, confused_pairs, exp
 
 
 def rankings(result):
-    """The other images of each image, nearest first, one by one."""
+    """Return the other images of each image, nearest first, by plain loops."""
     vectors = result.vectors.double().numpy()
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     cosines = vectors @ vectors.T
@@ -30,33 +30,33 @@ def rankings(result):
 
 
 def average_precision(result, query, order):
-    """MAP@R by hand."""
+    """Compute MAP@R by its definition."""
     labels = result.catalog.labels
     positives = sum(label == labels[query] for label in labels) - 1
-    found, total = 0, 0.0
+    hits, total = 0, 0.0
     for place, row in enumerate(order[:positives], 1):
         if labels[row] == labels[query]:
-            found += 1
-            total += found / place
+            hits += 1
+            total += hits / place
     return total / positives
 
 
-def test_figures_equal_the_results(records, found):
-    for record, result in zip(records, found, strict=True):
+def test_scores_equal_the_results_of_the_run(records, evaluations):
+    for record, result in zip(records, evaluations, strict=True):
         assert result.matches_run
         assert result.notes == []
         assert result.split == "test"
         assert result.scores == pytest.approx(record.results["selected"]["test"], abs=1e-12)
 
 
-def test_intervals_equal_evaluate(runs, table, found, capsys):
+def test_intervals_equal_evaluate(runs, table, evaluations, capsys):
     assert cli.main(["evaluate", str(runs[0]), str(table), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)["intervals"]
-    assert {name: [one.low, one.high] for name, one in found[0].intervals.items()} == printed
+    assert {name: [one.low, one.high] for name, one in evaluations[0].intervals.items()} == printed
 
 
-def test_worst_and_best_queries(found):
-    result = found[0]
+def test_worst_and_best_queries(evaluations):
+    result = evaluations[0]
     orders, cosines = rankings(result)
     labels = result.catalog.labels
     score = [average_precision(result, q, order) for q, order in enumerate(orders)]
@@ -74,8 +74,8 @@ def test_worst_and_best_queries(found):
         assert result.first_positive(query) == rank
 
 
-def test_confused_classes(found):
-    result = found[1]
+def test_confused_classes(evaluations):
+    result = evaluations[1]
     labels, counts = result.catalog.labels, Counter()
     for query, order in enumerate(rankings(result)[0]):
         if labels[query] != labels[order[0]]:
@@ -88,8 +88,8 @@ def test_confused_classes(found):
     assert sums == sorted(sums, reverse=True)
 
 
-def test_explains_nearest_image(found, monkeypatch):
-    result = found[0]
+def test_explains_nearest_image(evaluations, monkeypatch):
+    result = evaluations[0]
     query = result.extremes(1, best=False)[0]
     nearest = result.gallery[result.neighbors[query].ids[0, 0]]
     files = [result.catalog.file(int(row)) for row in (result.queries[query], nearest)]
@@ -100,7 +100,7 @@ def test_explains_nearest_image(found, monkeypatch):
     assert explain_nearest(result, query) is None
 
 
-def test_roles_separate_queries_and_gallery(found, records, table, tmp_path):
+def test_roles_separate_queries_and_gallery(evaluations, records, table, tmp_path):
     lines = table.read_text().splitlines()
     for row, line in enumerate(lines):
         extra = "query,gallery" if row == 0 else f"{str(row % 4 == 0).lower()},true"
@@ -122,13 +122,13 @@ def test_roles_separate_queries_and_gallery(found, records, table, tmp_path):
 
 def test_proxies_of_the_selected_epoch(records, run):
     record = records[0]
-    found = read_proxies(record)
-    assert found.epoch == record.results["selected"]["epoch"]
+    proxies = read_proxies(record)
+    assert proxies.epoch == record.results["selected"]["epoch"]
     saved = load_file(record.folder.best)["loss.loss.proxies.weight"]
-    assert torch.equal(found.weight, saved)
-    assert found.names == Embedder.load(record.folder.embedder).class_names
-    if found.epoch == record.results["last"]["epoch"]:
-        assert separability(found.weight).scores() == pytest.approx(
+    assert torch.equal(proxies.weight, saved)
+    assert proxies.names == Embedder.load(record.folder.embedder).class_names
+    if proxies.epoch == record.results["last"]["epoch"]:
+        assert separability(proxies.weight).scores() == pytest.approx(
             record.results["last"]["proxies"]
         )
     (run / "checkpoints" / "best.safetensors").write_bytes(b"damaged")
@@ -141,8 +141,8 @@ def training_images(result, table):
     return whole.filter(labels=result.embedder.class_names)
 
 
-def test_number_of_proxies_in_use(records, found, table):
-    record, result = records[0], found[0]
+def test_number_of_proxies_in_use(records, evaluations, table):
+    record, result = records[0], evaluations[0]
     proxies, train_set = read_proxies(record), training_images(result, table)
     use = measure_use(proxies, result.embedder, train_set)
     assert use.images == len(train_set)
@@ -164,15 +164,15 @@ def test_number_of_proxies_in_use(records, found, table):
     np.testing.assert_allclose(use.effective, effective)
 
 
-def test_use_of_proxies_needs_the_embedder_of_the_proxies(records, found, table):
-    proxies, train_set = read_proxies(records[0]), training_images(found[0], table)
+def test_use_of_proxies_needs_the_embedder_of_the_proxies(records, evaluations, table):
+    proxies, train_set = read_proxies(records[0]), training_images(evaluations[0], table)
     reduced = replace(proxies, weight=torch.cat([proxies.weight, proxies.weight], dim=2))
     with pytest.raises(ValueError, match="PCA"):
-        measure_use(reduced, found[0].embedder, train_set)
+        measure_use(reduced, evaluations[0].embedder, train_set)
 
 
 def many_classes(count):
-    """Evaluation of two images each of ``count`` classes, without files."""
+    """Return an evaluation of ``count`` classes with two images each, without files."""
     labels = tuple(f"class {row // 2}" for row in range(2 * count))
     catalog = Catalog(tuple(f"{row}.png" for row in range(2 * count)), labels, ("all",) * 2 * count)
     draw = np.random.default_rng(0)
@@ -194,11 +194,11 @@ def many_classes(count):
     return catalog, neighbors, evaluation
 
 
-def test_page_of_many_classes_lists_all_and_stays_small(found):
+def test_page_of_many_classes_lists_all_and_stays_small(evaluations):
     catalog, neighbors, evaluation = many_classes(11_000)
     rows = np.arange(len(catalog))
     result = replace(
-        found[0],
+        evaluations[0],
         catalog=catalog,
         neighbors=neighbors,
         evaluation=evaluation,
@@ -213,8 +213,8 @@ def test_page_of_many_classes_lists_all_and_stays_small(found):
     sample = result.sample()
     assert len(sample) == len(set(sample.tolist())) == MAX_MAP_IMAGES
     assert np.array_equal(sample, result.sample())
-    assert (np.bincount(catalog.codes[sample]) == 1).sum() <= 1  # whole classes, but the last
+    assert (np.bincount(catalog.codes[sample]) == 1).sum() <= 1  # whole classes, except the last
     labels = tuple(f"class {row % 5}" for row in range(3000))
     few = Catalog(tuple(f"{row}.png" for row in range(3000)), labels, ("all",) * 3000)
-    sample = replace(found[0], catalog=few).sample()
+    sample = replace(evaluations[0], catalog=few).sample()
     assert np.bincount(few.codes[sample]).tolist() == [MAX_MAP_IMAGES // 5] * 5

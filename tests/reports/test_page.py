@@ -23,8 +23,8 @@ from tests.training.runs import killed_at
 
 
 @pytest.fixture(scope="session")
-def page(records, found):
-    content = report_page(records[0], found[0])
+def page(records, evaluations):
+    content = report_page(records[0], evaluations[0])
     assert records[0].missing == []
     return Page(content)
 
@@ -74,7 +74,7 @@ def test_templates_escape_hostile_text(value):
     assert page.all("i") == []
 
 
-def test_tables_hold_the_figures_of_the_run(page, records, found):
+def test_tables_contain_the_metrics_of_the_run(page, records, evaluations):
     results = records[0].results
     rows = {row[0]: row[1:] for row in page.table("Metrics of the test set")}
     for name in ("recall@1", "MAP@R", "ndcg@4"):
@@ -82,7 +82,7 @@ def test_tables_hold_the_figures_of_the_run(page, records, found):
         key = name.lower()
         assert untrained == f"{100 * results['untrained']['test'][key]:.1f}"
         assert selected == f"{100 * results['selected']['test'][key]:.1f}"
-        one = found[0].intervals[key]
+        one = evaluations[0].intervals[key]
         assert interval == f"{100 * one.low:.1f} to {100 * one.high:.1f}"
     assert "24 queries" in page.text
     assert "95 % bootstrap confidence interval, resampled by class" in page.text
@@ -90,21 +90,21 @@ def test_tables_hold_the_figures_of_the_run(page, records, found):
 
 
 def cards(content):
-    """The text of each card at the head of a report, by its name."""
+    """Return the text of each card of a report by name."""
     parts = [rf'<div class="{part}">(.*?)</div>' for part in ("name", "figure", "small")]
-    found = re.findall("".join(parts), content.decode())
-    return {name: (figure, below) for name, figure, below in found}
+    matches = re.findall("".join(parts), content.decode())
+    return {name: (figure, below) for name, figure, below in matches}
 
 
-def test_cards_compare_with_the_untrained_model(records, found, tmp_path):
-    figure, below = cards(report_page(records[0], found[0]))["recall@1"]
+def test_cards_compare_with_the_untrained_model(records, evaluations, tmp_path):
+    figure, below = cards(report_page(records[0], evaluations[0]))["recall@1"]
     untrained, selected = (
         records[0].results[epoch]["test"]["recall@1"] for epoch in ("untrained", "selected")
     )
     assert figure == f"{100 * untrained:.1f} → {100 * selected:.1f} %"
     assert below.startswith("untrained → trained; 95 % interval ")
     assert below.endswith("; test set")
-    # With other data, its figures.
+    # With other data, the metrics on that data.
     table = make_table(tmp_path / "other", seed=3)
     table.write_text(table.read_text().replace(",class1", ",room1"))
     result = evaluate_run(records[0], str(table))
@@ -114,8 +114,8 @@ def test_cards_compare_with_the_untrained_model(records, found, tmp_path):
     assert below.endswith("; other, split test")
 
 
-def test_table_of_every_class(page, found):
-    result = found[0]
+def test_table_of_every_class(page, evaluations):
+    result = evaluations[0]
     hits, labels = {}, result.catalog.labels
     for query, label in enumerate(labels):
         hits.setdefault(label, []).append(bool(result.neighbors.hits[query, 0]))
@@ -137,7 +137,7 @@ def test_curves_have_every_epoch(page, records):
         assert any(label.startswith(title) for label in charts), title
 
 
-def test_images_have_alt_text_and_marks(page, found):
+def test_images_have_alt_text_and_marks(page, evaluations):
     shown = [a for a in page.all("img") if a.get("class") != "sprite"]
     assert all(a["alt"] for a in shown)
     assert page.text.count("MAP@R 1") + page.text.count("MAP@R 0") > 0
@@ -153,22 +153,26 @@ def test_origin_has_recipe_versions_command_and_seed(page, records):
     assert environment["git"]["commit"] in page.text
 
 
-def test_comparison_reports_paired_differences(comparison, records, found):
-    rows = {row[0]: row[1:] for row in comparison.table("Metrics in percent, 24 queries")}
-    one, other = (f.scores["map@r"] for f in found)
+def test_comparison_reports_paired_differences(comparison, records, evaluations):
+    rows = {
+        row[0]: row[1:] for row in comparison.table("Metrics of all runs on the same 24 queries")
+    }
+    one, other = (f.scores["map@r"] for f in evaluations)
     first, second, difference = rows["MAP@R"]
     assert first.startswith(f"{100 * one:.1f}")
     assert second.startswith(f"{100 * other:.1f}")
     sign = f"{100 * (other - one):+.1f}".replace("-", "−")
     assert re.match(re.escape(sign) + " (better|worse|no significant difference)", difference)
-    scores = found[0].evaluation.scores
+    scores = evaluations[0].evaluation.scores
     assert f"Bonferroni correction for the {len(scores)} comparisons" in comparison.text
-    one = found[0].evaluation.compare(found[1].evaluation, confidence=1 - 0.05 / len(scores))
+    one = evaluations[0].evaluation.compare(
+        evaluations[1].evaluation, confidence=1 - 0.05 / len(scores)
+    )
     low, high = (f"{100 * bound:+.1f}".replace("-", "−") for bound in one["map@r"][1:])
     assert difference.endswith(f"{low} to {high}")
-    keys = {row[0]: row[1:] for row in comparison.table("Keys in which the recipes differ")}
+    keys = {row[0]: row[1:] for row in comparison.table("Recipe keys that differ")}
     assert keys == {"training.seed": ["0", "1"]}
-    right = [f.neighbors.hits[:, 0] for f in found]
+    right = [f.neighbors.hits[:, 0] for f in evaluations]
     alone = int((right[0] & ~right[1]).sum())
     assert f"only in seed0 for {alone}, only in seed1 for" in comparison.text
 
@@ -187,7 +191,7 @@ def test_runs_with_other_metrics_are_compared(runs, run, tmp_path, metrics, sele
     Recipe.load(place).override({"evaluation": evaluation}).save(place)
     assert write_report([runs[1], run], tmp_path / "page.html") == []
     page = Page((tmp_path / "page.html").read_bytes())
-    rows = {row[0]: row[1:] for row in page.table("Metrics in percent, 24 queries")}
+    rows = {row[0]: row[1:] for row in page.table("Metrics of all runs on the same 24 queries")}
     assert rows["MAP@R"][1:] == ["–", "–"]
     assert "Correct in run only" in page.text
 
@@ -203,20 +207,22 @@ def test_runs_on_other_images_are_not_compared(runs, run, tmp_path, call):
     assert "These runs were not evaluated on the same images" in page.text
     assert "difference" not in [cell for rows in page.tables.values() for cell in rows[0]]
     assert "have changed" in page.text
-    # With one set of images for both they are.
+    # On the same images, they are compared.
     call(runs[0], run, "--data", other, "--out", tmp_path / "page.html")
     assert "paired by class" in Page((tmp_path / "page.html").read_bytes()).text
 
 
-def test_other_folders_with_the_same_names_are_other_images(records, found, tmp_path):
+def test_other_folders_with_the_same_names_are_other_images(records, evaluations, tmp_path):
     table = make_table(tmp_path / "other", seed=3)
     other = evaluate_run(records[1], str(table))
-    assert other.catalog.paths == found[0].catalog.paths
-    assert not found[0].is_comparable_to(other)
-    # One folder by another name is the same.
-    (tmp_path / "link").symlink_to(found[1].catalog.root)
-    linked = replace(found[1], catalog=replace(found[1].catalog, root=tmp_path / "link"))
-    assert found[0].is_comparable_to(linked)
+    assert other.catalog.paths == evaluations[0].catalog.paths
+    assert not evaluations[0].is_comparable_to(other)
+    # The same folder by another name has the same images.
+    (tmp_path / "link").symlink_to(evaluations[1].catalog.root)
+    linked = replace(
+        evaluations[1], catalog=replace(evaluations[1].catalog, root=tmp_path / "link")
+    )
+    assert evaluations[0].is_comparable_to(linked)
 
 
 def test_binary_codes_are_among_the_metrics(home, table):
@@ -229,7 +235,7 @@ def test_binary_codes_are_among_the_metrics(home, table):
     assert result.matches_run
     assert result.scores["codes"] == pytest.approx(results, abs=1e-12)
     for one in (result, replace(result, matches_run=False)):
-        caption = "Metrics of the test set" if one.matches_run else "Metrics of the images of this"
+        caption = "Metrics of the test set" if one.matches_run else "Metrics on the images of this"
         rows = {row[0]: row[1:] for row in Page(report_page(record, one)).table(caption)}
         for name in ("recall@1", "MAP@R", "ndcg@4"):
             *_, shown, interval = rows[f"{name}, codes (Hamming)"]
@@ -239,7 +245,7 @@ def test_binary_codes_are_among_the_metrics(home, table):
 
 @pytest.fixture
 def moved(run, table, tmp_path):
-    """A run whose images are elsewhere by now."""
+    """A run whose images have moved."""
     shutil.copytree(table.parent / "images", tmp_path / "new" / "images")
     shutil.copy(table, tmp_path / "new")
     place = RunFolder(run).recipe
@@ -271,7 +277,7 @@ def test_comparison_without_the_images_of_one_run(runs, moved, call, tmp_path):
     assert "/gone/images.csv" in out
     page = Page((tmp_path / "page.html").read_bytes())
     assert_alone(page)
-    caption = "Metrics of the selected epochs as each run reported them"
+    caption = "Metrics that each run reported"
     rows = {row[0]: row[1:] for row in page.table(f"{caption}, test set")}
     results = [RunFolder(path).read_results()["selected"]["test"] for path in (runs[1], moved)]
     assert rows["recall@1"] == [f"{100 * one['recall@1']:.1f}" for one in results]
@@ -280,7 +286,7 @@ def test_comparison_without_the_images_of_one_run(runs, moved, call, tmp_path):
 
 @pytest.mark.parametrize("stage", ["first", "second"])
 def test_report_of_two_stages(run, tmp_path, call, stage):
-    """Of the current stage; also between the two, when the first has its results."""
+    """The report is on the current stage, also between stages, when the first has results."""
     two = tmp_path / "two"
     two.mkdir()
     place = run.rename(two / f"{stage}-stage")
@@ -304,7 +310,9 @@ def test_run_without_held_out_or_test_images(home, table, tmp_path, call):
     assert "No metrics were computed" in Page((tmp_path / "all" / "report.html").read_bytes()).text
     call(tmp_path / "all", "--data", table)
     text = Page((tmp_path / "all" / "report.html").read_bytes()).text
-    assert "Metrics of the images of this report" in text
+    assert "Metrics on the images of this report" in text
+    assert "Last epoch" in text
+    assert "Selected epoch" not in text
 
 
 def test_columns_and_bad_images_come_from_the_recipe_or_options(moved, tmp_path, call):
@@ -337,9 +345,9 @@ def test_interrupted_run(home, table, tmp_path, call):
     out = call(tmp_path / "interrupted")
     assert "unfinished; 1 of 2 epochs are logged" in out
     page = Page((tmp_path / "interrupted" / "report.html").read_bytes())
-    assert "the last saved one, of epoch 1" in page.text
+    assert "its last saved embedder is of epoch 1" in page.text
     assert page.table("Every class")
-    # And one that has hardly begun.
+    # A run that has just started.
     shutil.rmtree(tmp_path / "interrupted" / "embedder")
     shutil.rmtree(tmp_path / "interrupted" / "checkpoints")
     (tmp_path / "interrupted" / "metrics.jsonl").unlink()
@@ -398,11 +406,11 @@ def test_report_without_the_map_extra(run, monkeypatch, call):
     assert "map" not in [attributes.get("class") for attributes in page.all("div")]
 
 
-def test_run_without_proxies(records, found):
+def test_run_without_proxies(records, evaluations):
     recipe = records[0].recipe.override({"loss.name": "pairs/contrastive"})
     last = {key: value for key, value in records[0].results["last"].items() if key != "proxies"}
     record = replace(records[0], recipe=recipe, results={**records[0].results, "last": last})
-    assert b'id="proxies"' not in report_page(record, found[0])
+    assert b'id="proxies"' not in report_page(record, evaluations[0])
     assert record.missing == []
 
 
@@ -430,7 +438,7 @@ def test_demo_prints_outputs_and_next_commands(home, table, tmp_path, monkeypatc
     monkeypatch.setattr("proximetry.cli.demo.Recipe", small)
     monkeypatch.setattr("proximetry.data.glyphs", lambda: open_dataset("csv", table))
     out = tmp_path / "run"
-    for _ in range(2):  # again when all is there
+    for _ in range(2):  # the second time with existing outputs
         assert cli.main(["demo", "--out", str(out)]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert f"Gallery: {out / 'gallery'}" in lines

@@ -15,7 +15,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole(data, cache, tmp_path_factory):
-    """The small table with two seeds, never interrupted; read only."""
+    """The results of an uninterrupted run of the small table with two seeds; read-only."""
     lines = []
     out = tmp_path_factory.mktemp("whole")
     home = run_table(make_table(cache), data, out, lines.append, seeds=(0, 1))

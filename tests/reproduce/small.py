@@ -15,7 +15,7 @@ from tests.training.tiny import tiny_values
 
 
 def make_data(root, side=24):
-    """Ten classes to train on and six others to test on, similar to each other."""
+    """Ten training and six similar test classes."""
     draw = np.random.default_rng(0)
     for number in range(16):
         folder = root / "data" / ("train" if number < 10 else "test") / f"class{number:02d}"
@@ -28,7 +28,7 @@ def make_data(root, side=24):
 
 
 def table_values(cache, **changes):
-    """Two rows that train in a second each; ``changes`` replace keys of the table."""
+    """A table of two rows that train in a second each; ``changes`` replace its keys."""
     base = tiny_values(cache, data={"batch_size": 12}, training={"epochs": 2})
     base["evaluation"] = {"every": 1}
     del base["name"]
@@ -77,7 +77,7 @@ def write_table(path, values):
 
 @dataclass
 class Ended:
-    """A run that is over, in place of its process."""
+    """A finished run in place of a process."""
 
     code: int
 
@@ -92,10 +92,10 @@ class Ended:
 
 
 def train_here(job, *callbacks):
-    """Train in this process, as `start_process` does in one of its own."""
+    """Train in this process, as `start_process` does in a child."""
     try:
         train(Recipe.load(job.file), job.folder.path, device=job.device, callbacks=callbacks)
-    except Stopped as stopped:  # the signal was meant for us
+    except Stopped as stopped:  # the signal is for this process
         raise KeyboardInterrupt from stopped
     except Exception:
         job.log.write_text(traceback.format_exc())
@@ -108,13 +108,13 @@ def no_training(job):
 
 
 def run_table(table, data, out, report=lambda line: None, start=train_here, **options):
-    """`reproduce` on the CPU, without further processes."""
+    """Call `reproduce` on the CPU, without child processes."""
     chosen = ReproduceOptions(**{"device": "cpu", **options})
     return reproduce(table, data, out, chosen, report=report, start=start)
 
 
 def page_of(home):
-    """README.md without date, commit and number of concurrent runs, which may differ."""
+    """Return README.md without date, commit and number of concurrent runs."""
     text = (home / "README.md").read_text()
     text = re.sub(r"\| concurrent runs \| .* \|", "| concurrent runs |", text)
     text = re.sub(r"\| date \| .* \|", "| date |", text)
@@ -122,7 +122,7 @@ def page_of(home):
 
 
 def numbers(home):
-    """What must not depend on how the runs were made: metrics and losses by run."""
+    """Return metrics and losses by run, which are the same however the runs were started."""
     results = {}
     for name, record in read_records(home).items():
         curve = [

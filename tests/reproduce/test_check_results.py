@@ -1,4 +1,4 @@
-"""The check of the committed results notices what is wrong with them."""
+"""The check of the committed results reports errors in them."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from benchmarks import check_results
-from benchmarks.results_page import TOLERANCES, in_short, repeats, same_losses, spread, twins
+from benchmarks.results_page import TOLERANCES, repeats, same_losses, spread, summarize, twins
 from benchmarks.studies import HOME
 from proximetry.reproduce import Table
 from proximetry.reproduce.records import RUNS, Results, read_records, read_runs, write_records
@@ -33,7 +33,7 @@ def test_twins_train_alike_and_are_evaluated_differently():
     two = record("b", 0, 0.6, recipe={**RECIPE, "model": views}, seconds=13.0)
     slow = record("c", 0, 0.5, recipe={"optimizer": {"lr": 2e-4}})
     assert twins([one, two, slow]) == [[one, two]]
-    assert twins([one, one]) == []  # evaluated alike too: a repeat
+    assert twins([one, one]) == []  # same evaluation: a repeat
     assert twins([one, two.model_copy(update={"seconds": one.seconds})]) == []  # one training
     assert same_losses([one, two])
     line = {**two.curve[1], "loss": two.curve[1]["loss"] * (1 + 1e-15)}
@@ -45,7 +45,7 @@ def test_the_summary_counts_every_claim():
     claims = [{"better": "a", "worse": name} for name in "bc"]
     table = Table.load({"name": "t", "title": "T", "rows": rows, "claims": claims})
     results = Results(table, [record("a", 0, 0.5), record("b", 0, 0.4)])
-    assert in_short([results]).splitlines() == [
+    assert summarize([results]).splitlines() == [
         "| table | one seed, not tested | not run |",
         "|---|---|---|",
         "| T | 1 | 1 |",

@@ -57,7 +57,7 @@ def test_compare_resumes_and_rejects_other_images(compared, recipe, data):
     (out / "compare-data" / "runs.jsonl").write_bytes(
         (folder / "runs.jsonl").read_bytes().replace(b'"compare-train"', b'"compare-data"')
     )
-    with pytest.raises(ReproduceError, match="trained on other images"):
+    with pytest.raises(ReproduceError, match="trained on different images"):
         compare_here(fewer, out, start=no_training)
 
 

@@ -14,7 +14,7 @@ from tests.reproduce.small import make_data, make_table, run_table, table_values
 
 @pytest.fixture
 def data(tmp_path):
-    """The same images as folder/ and, without two classes, as csv/."""
+    """The same images as folder/, and without two classes as csv/."""
     home = tmp_path / "all"
     home.mkdir()
     shutil.move(make_data(tmp_path), home / "folder")

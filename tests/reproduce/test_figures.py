@@ -1,4 +1,4 @@
-"""Figures: the same bytes from the same numbers, and the numbers in them."""
+"""Figures are deterministic and show the right numbers."""
 
 import re
 
@@ -69,7 +69,7 @@ def test_incomparable_seconds_are_not_drawn(tmp_path, changes, reason):
     assert "| epochs |\n" in _convergence(Results(table, records))["table_of_convergence"]
 
 
-def test_epochs_until_a_row_comes_near_the_best(tmp_path):
+def test_epochs_until_a_row_reaches_the_target(tmp_path):
     def points(*recalls):
         return [
             {"epoch": i, "seconds": 10.0 * i, "test": {"recall@1": r}}
@@ -87,7 +87,7 @@ def test_epochs_until_a_row_comes_near_the_best(tmp_path):
         "|  | epochs | seconds of training |",
         "|---|---|---|",
         "| Proxy-Anchor | not reached | not reached |",
-        "| MPA, K = 2 | 3 | 30 |",  # 0.75 after two epochs, 0.76 is near enough
+        "| MPA, K = 2 | 3 | 30 |",  # 0.75 after two epochs, target 0.76
     ]
     assert convergence["target"] == pytest.approx(76)
     without = _convergence(Results(table, records[:2]))

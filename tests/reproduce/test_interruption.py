@@ -1,4 +1,4 @@
-"""Commands that are interrupted or killed, and the same table in the end."""
+"""Interrupted and killed commands resume to the same table."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ STEPS = 5  # per epoch
 
 @pytest.fixture(scope="module")
 def table(cache, tmp_path_factory):
-    """Four epochs, and a checkpoint every other."""
+    """Four epochs, with a checkpoint every other epoch."""
     values = table_values(cache, selection=False)
     values = with_base(values, "training", epochs=4, checkpoint_epochs=2)
     values = with_base(values, "evaluation", every=2)
@@ -57,7 +57,7 @@ class Signal(Callback):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_resumed_command_keeps_completed_runs(table, data, tmp_path, uninterrupted, number):
-    """The second of two runs is interrupted in its last epoch; only this one is resumed."""
+    """The second of two runs is interrupted in its last epoch; only that one is resumed."""
     home, started, resumed = tmp_path / "small", [], []
 
     def start(job):
@@ -96,7 +96,7 @@ def test_interrupted_command_terminates_its_processes(table, data, tmp_path):
 
 @pytest.mark.slow
 def test_killed_command_resumes_to_the_same_results(table, data, tmp_path, uninterrupted):
-    """Killed at changes of files spread over the whole command, the last one complete."""
+    """Killed at file changes throughout the command; the last one completes."""
     home, event = tmp_path / "small", 3
 
     def work():

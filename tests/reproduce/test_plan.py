@@ -94,7 +94,7 @@ def test_scaling_to_half_the_epochs():
 
 @given(published=st.integers(1, 80), epochs=st.integers(1, 160), every=st.integers(1, 40))
 def test_scaled_steps_drop_at_scaled_epochs(published, epochs, every):
-    """The rates of every epoch, beside those of the table at the same part of the way."""
+    """Compare the rates of every epoch with the table's at the same fraction of training."""
     recipe = Recipe.load(
         {"training": {"epochs": published}, "schedule": {"name": "step", "every": every}}
     )
@@ -103,7 +103,7 @@ def test_scaled_steps_drop_at_scaled_epochs(published, epochs, every):
     actual = drops(scaled)
     for drop in actual:
         assert min(abs(drop - w) for w in places) <= (1 if drop == 1 else 0.5)
-    for w in places:  # every drop is there, unless it was rounded to the end
+    for w in places:  # every drop remains, unless rounded to the end
         assert min(abs(drop - w) for drop in (*actual, epochs)) <= 1
     rates = LearningRates(scaled.schedule, epochs, [1.0])
     for epoch in range(epochs):
@@ -136,7 +136,7 @@ def test_scaling_keeps_the_shape(published, epochs, every, at, warm):
     assert frozen == 0 if warm == 0 else 1 <= frozen < epochs and abs(frozen - expected) <= 1
     assert list(scaled.schedule.at) == sorted(set(scaled.schedule.at))
     for old in at:
-        if old >= published:  # never came, and never comes
+        if old >= published:  # never reached in either
             continue
         nearest = min(abs(new - old * epochs / published) for new in scaled.schedule.at)
         assert nearest <= 1

@@ -1,4 +1,4 @@
-"""A small table from end to end on a CPU, and error messages."""
+"""End-to-end runs of a small table on the CPU, and error messages."""
 
 import json
 import math
@@ -173,7 +173,7 @@ def test_other_recipe_is_rejected(whole, data, cache, tmp_path):
 
 
 def interrupted(job):
-    """Train, and be interrupted before the run is recorded."""
+    """Train, then raise an interruption before the run is recorded."""
     train_here(job)
     raise KeyboardInterrupt
 
@@ -182,7 +182,7 @@ def test_other_recipe_is_rejected_for_an_interrupted_run(data, cache, tmp_path):
     table = make_table(cache, selection=False)
     with pytest.raises(Interrupted):
         run_table(table, data, tmp_path, start=interrupted)
-    with pytest.raises(ReproduceError, match=r"work/proxy-anchor-seed0 has another recipe"):
+    with pytest.raises(ReproduceError, match=r"work/proxy-anchor-seed0 has a different recipe"):
         run_table(table, data, tmp_path, epochs=1, start=no_training)
 
 
@@ -316,15 +316,19 @@ def test_missing_selection_runs_are_listed(call, whole, tmp_path):
     assert "Not complete" not in text
 
 
-def test_overview_has_main_metrics_and_links_to_the_page(whole):
-    text = overview(Results.read(make_table("anywhere"), whole[0]), "there")
-    assert "|  | recall@1 | recall@1, published | map@r |" in text
+def test_overview_has_main_metrics_or_a_figure_and_links_to_the_page(whole):
+    columns = "|  | recall@1 | recall@1, published | map@r |"
+    text = overview(Results.read(make_table("anywhere", figure=None), whole[0]), "there")
+    assert columns in text
     assert "[All metrics and differences](there/README.md)" in text
+    text = overview(Results.read(make_table("anywhere"), whole[0]), "there")
+    assert "](there/sweep.svg)" in text
+    assert columns not in text
 
 
 @pytest.mark.parametrize("gone", ["recipe.yaml", "environment.json", "damaged"])
 def test_remains_of_a_removed_run_folder_are_ignored(whole, data, cache, tmp_path, gone):
-    """Killed after the run was recorded, and before: parts of both folders are left."""
+    """Parts of the folders of a recorded and an unrecorded run are left after a kill."""
     out = copy_of(whole, tmp_path)
     remove_runs(out / "small", "mpa-k-2-seed1")
     for name in ("proxy-anchor-seed0", "mpa-k-2-seed1"):
@@ -409,7 +413,7 @@ def test_out_must_be_writable(call, data, cache, tmp_path):
 
 @pytest.mark.slow
 def test_command_runs_a_custom_table(call, data, cache, tmp_path):
-    """Its separate process trains as one in this process does."""
+    """The child process gives the same results as training in this process."""
     rows = table_values(cache)["rows"][:1]
     values = table_values(cache, rows=rows, claims=[], selection=True)
     path = write_table(tmp_path / "t.yaml", values)

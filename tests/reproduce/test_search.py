@@ -1,4 +1,4 @@
-"""A search for a better recipe: held-out classes alone, every row once, best first."""
+"""Search tables: evaluated only on held-out classes, every row once, best first."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Means and errors beside NumPy; verdicts by their definition."""
+"""Means and deviations compared with NumPy; verdicts compared with SciPy."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def compare(records, metric="recall@1"):
 
 
 def record(row, seed, value, **changes):
-    """A record with nothing in it but a recall."""
+    """A record with only a recall."""
     given_values = {
         "table": "small",
         "row": row,

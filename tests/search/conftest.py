@@ -1,4 +1,4 @@
-"""A small embedder, images for it, and galleries of vectors that belong to no images."""
+"""A small embedder, images for it, and galleries of vectors without image files."""
 
 import numpy as np
 import pytest

@@ -50,18 +50,18 @@ def compact(folder):
 
 def state(folder):
     """Return the content of a gallery, after comparing a search with `retrieve`."""
-    found = Gallery.open(folder)
-    found.verify()
-    ids = found.ids()
-    vectors = found.vectors(ids)
+    gallery = Gallery.open(folder)
+    gallery.verify()
+    ids = gallery.ids()
+    vectors = gallery.vectors(ids)
     expected = retrieve(vectors, queries=AFTER[:3], k=5)
-    assert np.array_equal(found.search(AFTER[:3], 5).ids, ids[expected.ids])
-    known = found.rows(ids)
+    assert np.array_equal(gallery.search(AFTER[:3], 5).ids, ids[expected.ids])
+    known = gallery.rows(ids)
     return ids.tolist(), known["path"], vectors.tobytes()
 
 
 def kill_everywhere(home, start, change, check):
-    """Kill a change at every moment and check the result; return the number of moments."""
+    """Kill a change at every operation and check the result; return the number of operations."""
     moments, ended = 0, False
     while not ended:
         moments += 1
@@ -75,7 +75,7 @@ def kill_everywhere(home, start, change, check):
 
 
 def interrupt(change, before, home):
-    """Kill a change at every moment; the state is that before or after, and the change resumes."""
+    """Kill a change at every operation; the state is as before or after, and the change resumes."""
     home.mkdir()
     start, after = home / "start", home / "after"
     if before:
@@ -88,9 +88,9 @@ def interrupt(change, before, home):
 
     def check(folder):
         there = (folder / "gallery.json").exists()
-        found = state(folder) if there else None
-        assert found in states, "neither before nor after"
-        if found != states[0]:
+        result = state(folder) if there else None
+        assert result in states, "neither before nor after"
+        if result != states[0]:
             change(folder)
             assert state(folder) == states[0]
         # The next change removes the files of the killed process.
@@ -103,10 +103,10 @@ def interrupt(change, before, home):
 
 
 def update_images(home):
-    """Kill an update of images at every moment; every vector is of the old or the new image.
+    """Kill an update of images at every operation; all vectors match the old or the new images.
 
-    One more image changes before the update is repeated, so that batches differ: a vector then
-    depends on its batch in its last bits.
+    One more image changes before the update is repeated, so that batches differ; the last bits of a
+    vector depend on its batch.
     """
     files, others = (
         sorted(make_images(home / str(seed), 3, 2, seed=seed).rglob("*.png")) for seed in (0, 1)
@@ -128,8 +128,8 @@ def update_images(home):
         Gallery.open(folder).add(files, batch_size=2, replace=True)
 
     def check(folder):
-        found = vectors(folder)
-        assert any(np.allclose(found, expected, atol=1e-6) for expected in (old, new))
+        result = vectors(folder)
+        assert any(np.allclose(result, expected, atol=1e-6) for expected in (old, new))
         files[1].touch()
         change(folder)
         np.testing.assert_allclose(vectors(folder), new, atol=1e-6)
@@ -138,7 +138,7 @@ def update_images(home):
     return kill_everywhere(home, home / "start", change, check)
 
 
-def at_random(home, times):
+def kill_at_random(home, times):
     """Kill a process that changes a gallery in a loop; every change is complete or absent."""
     home.mkdir()
     folder = home / "gallery"
@@ -158,19 +158,19 @@ def at_random(home, times):
         time.sleep(draw.uniform(0.02, 0.3))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        found = Gallery.open(folder)
-        found.verify()
-        more = len(found) - 60
+        gallery = Gallery.open(folder)
+        gallery.verify()
+        more = len(gallery) - 60
         assert more % 10 == 0, f"half a change: {more}"
         changes += more // 10
-        ids = found.ids()
-        assert len(found.rows(ids)["path"]) == len(found)
-        found.remove(ids[60:])
+        ids = gallery.ids()
+        assert len(gallery.rows(ids)["path"]) == len(gallery)
+        gallery.remove(ids[60:])
     return changes
 
 
-def together(home, writers, times):
-    """Several processes add and remove concurrently; nothing is lost."""
+def write_concurrently(home, writers, times):
+    """Add and remove in several processes; nothing is lost."""
     home.mkdir()
     folder = home / "gallery"
     build(folder)
@@ -192,17 +192,17 @@ def together(home, writers, times):
                 os._exit(code)
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * writers
-    found = Gallery.open(folder)
-    found.verify()
+    gallery = Gallery.open(folder)
+    gallery.verify()
     firsts = [1000 * (w + 1) + 10 * turn for w in range(writers) for turn in range(times)]
     expected = [first + i for first in firsts for i in range(5)]
-    paths = {os.path.basename(path) for path in found.rows(found.ids())["path"]}
+    paths = {os.path.basename(path) for path in gallery.rows(gallery.ids())["path"]}
     assert paths == {f"{number:05d}.png" for number in (*range(60), *expected)}
-    return len(found)
+    return len(gallery)
 
 
 def resume_build(home):
-    """Kill a build while it embeds; repeat it with one changed and two new images."""
+    """Kill a build while it embeds, and repeat it with one changed and two new images."""
     pngs = sorted(make_images(home / "images").rglob("*.png"))
     files, more = [str(path) for path in pngs[:20]], [str(path) for path in pngs[20:22]]
 
@@ -239,7 +239,7 @@ def resume_build(home):
 
 def main(home):
     torch.set_num_threads(1)
-    os.fsync = lambda handle: None  # which takes time, and matters where the power fails
+    os.fsync = lambda handle: None  # slow, and matters for power failures only
     snapshot.MAX_MERGED_ROWS = 1000
     manifest.GRACE = 0  # so that the next change removes replaced segments
     new_images.CHUNK = 4
@@ -253,8 +253,8 @@ def main(home):
         "update": interrupt(update, [remove], home / "update"),
         "update_images": update_images(home / "update_images"),
         "compact": interrupt(compact, [add, remove], home / "compact"),
-        "random": at_random(home / "random", 8),
-        "together": together(home / "together", 2, 8),
+        "random": kill_at_random(home / "random", 8),
+        "concurrent": write_concurrently(home / "concurrent", 2, 8),
     }
     print(json.dumps(results))
 

@@ -18,7 +18,7 @@ from proximetry.search.manifest import ignore
 
 
 def make_store(vectors, similarity, edges=()):
-    """The vectors in segments that begin at these rows, and all of them to be scanned."""
+    """Return a store of segments that start at these rows, and the parts to scan: all."""
     starts = np.array([0, *sorted(edges), len(vectors)])
     segments = [vectors[a:b] for a, b in pairwise(starts)]
     squares = [(s.astype(np.float64) ** 2).sum(1).astype(np.float32) for s in segments]
@@ -32,13 +32,13 @@ def make_store(vectors, similarity, edges=()):
 
 
 def exact_vectors(draw, count, similarity):
-    """Vectors whose products float32 holds exactly, many of them equally near or equal."""
+    """Return vectors with exact float32 products and many ties and duplicates."""
     if similarity == "euclidean":
         return draw.integers(-2, 3, (count, 6)).astype(np.float32)
-    found = np.zeros((count, 8), np.float32)
-    for row in found:  # four entries of a half have length 1
+    vectors = np.zeros((count, 8), np.float32)
+    for row in vectors:  # four entries of a half have length 1
         row[draw.choice(8, 4, replace=False)] = draw.choice([-0.5, 0.5], 4)
-    return found
+    return vectors
 
 
 @given(
@@ -55,10 +55,10 @@ def test_exact_search_equals_retrieve_including_ties(seed, count, n, k, similari
     queries = exact_vectors(draw, n, similarity)
     store, parts = make_store(vectors, similarity, {edge for edge in edges if edge < count})
     k = min(k, count)
-    found = store.search(parts, queries, k)
+    result = store.search(parts, queries, k)
     expected = retrieve(vectors, queries=queries, k=k, similarity=similarity)
-    assert np.array_equal(found.positions, expected.ids)
-    scores = found.scores if similarity == "cosine" else -np.sqrt(-found.scores)
+    assert np.array_equal(result.positions, expected.ids)
+    scores = result.scores if similarity == "cosine" else -np.sqrt(-result.scores)
     np.testing.assert_allclose(scores, expected.similarities, rtol=2e-7)
 
 
@@ -69,8 +69,8 @@ def test_ties_of_float32_products_are_ordered_in_float64(seed, scale):
     vectors = ((center + draw.standard_normal((200, 16)) * 1e-3) * scale).astype(np.float32)
     queries = ((center + draw.standard_normal((3, 16)) * 1e-3) * scale).astype(np.float32)
     store, parts = make_store(vectors, "euclidean", {77})
-    found = store.search(parts, queries, 5)
-    for query, places in zip(queries.astype(np.longdouble), found.positions, strict=True):
+    result = store.search(parts, queries, 5)
+    for query, places in zip(queries.astype(np.longdouble), result.positions, strict=True):
         distances = ((vectors.astype(np.longdouble) - query) ** 2).sum(1).astype(np.float64)
         assert places.tolist() == np.lexsort((np.arange(200), distances))[:5].tolist()
 
@@ -94,26 +94,26 @@ def test_masked_and_gathered_rows_equal_retrieve(seed, share, k):
     allowed = draw.random(60) < share
     store, parts = make_store(vectors, "euclidean")
     rows = np.flatnonzero(allowed)
-    found = store.search([parts[0]._replace(allowed=allowed)], vectors[:3], k)
+    result = store.search([parts[0]._replace(allowed=allowed)], vectors[:3], k)
     gathered = store.search([parts[0]._replace(rows=rows)], vectors[:3], k)
-    assert np.array_equal(found.positions, gathered.positions)
+    assert np.array_equal(result.positions, gathered.positions)
     if not len(rows):
-        assert (found.positions == -1).all()
-        assert (found.scores == -np.inf).all()
+        assert (result.positions == -1).all()
+        assert (result.scores == -np.inf).all()
         return
     expected = retrieve(vectors[rows], queries=vectors[:3], k=k, similarity="euclidean")
-    assert np.array_equal(found.positions[:, : expected.k], rows[expected.ids])
-    assert (found.positions[:, expected.k :] == -1).all()
+    assert np.array_equal(result.positions[:, : expected.k], rows[expected.ids])
+    assert (result.positions[:, expected.k :] == -1).all()
 
 
 @given(seed=st.integers(0, 10**6), width=st.integers(1, 3000), count=st.integers(1, 20))
 def test_largest_equals_topk(seed, width, count):
     draw = np.random.default_rng(seed)
     values = torch.from_numpy(draw.integers(0, 1000, (3, width)).astype(np.float32))
-    found, columns = largest(values, count)
+    actual, columns = largest(values, count)
     expected = values.topk(min(count, width), 1).values
-    assert torch.equal(found.sort(1, descending=True).values, expected)
-    assert torch.equal(values.gather(1, columns), found)
+    assert torch.equal(actual.sort(1, descending=True).values, expected)
+    assert torch.equal(values.gather(1, columns), actual)
     assert all(len(set(row)) == len(row) for row in columns.tolist())
 
 
@@ -139,8 +139,8 @@ def test_pairs_above_a_threshold_equal_two_loops(similarity, monkeypatch):
 
 def test_group_pairs_returns_connected_components():
     pairs = np.array([[1, 5], [5, 9], [2, 3], [20, 21], [21, 22], [20, 22]])
-    found = [group.tolist() for group in group_pairs(pairs)]
-    assert found == [[1, 5, 9], [20, 21, 22], [2, 3]]
+    groups = [group.tolist() for group in group_pairs(pairs)]
+    assert groups == [[1, 5, 9], [20, 21, 22], [2, 3]]
     assert group_pairs(np.empty((0, 2), np.int64)) == []
 
 

@@ -30,9 +30,9 @@ def test_search_equals_retrieve(embedder, images, tmp_path):
     built = Gallery.build(embedder, catalog, tmp_path / "gallery", report=lines.append)
     assert lines == ["index: auto → Flat for 48 images: every search is exact"]
     vectors = embedder.encode([catalog.file(row) for row in range(len(catalog))])
-    for found in (built, Gallery.open(tmp_path / "gallery")):
+    for results in (built, Gallery.open(tmp_path / "gallery")):
         queries, steps = [catalog.file(3), Image.open(catalog.file(40))], []
-        result = found.search(queries, 5, progress=lambda *step: steps.append(step))  # noqa: B023
+        result = results.search(queries, 5, progress=lambda *step: steps.append(step))  # noqa: B023
         assert steps[-1] == (2, 2)
         expected = retrieve(vectors, queries=vectors[[3, 40]], k=5)
         assert np.array_equal(result.ids, expected.ids)
@@ -40,7 +40,7 @@ def test_search_equals_retrieve(embedder, images, tmp_path):
         assert result.paths[0].tolist() == [catalog.file(i) for i in result.ids[0]]
         assert result.labels[1].tolist() == [catalog.labels[i] for i in result.ids[1]]
         assert result.column("split")[0, 0] == "all"
-        assert np.array_equal(found.search(vectors[[3, 40]], 5).ids, result.ids)
+        assert np.array_equal(results.search(vectors[[3, 40]], 5).ids, result.ids)
     assert len(built) == len(catalog)
     assert "48 images, 8 dimensions, cosine, index Flat" in repr(built)
 
@@ -90,35 +90,35 @@ def test_flat_order_equals_float64_brute_force(tmp_path, normalized):
     embedder = make_embedder(normalize=normalized)
     vectors = make_vectors(5000)
     vectors[2000:2100] = vectors[:100]  # copies are ordered by id
-    vectors[3000:4500] = vectors[7]  # more than any list holds
-    found = Gallery.build(embedder, make_table(0, 5000), tmp_path / "g", vectors=vectors)
+    vectors[3000:4500] = vectors[7]  # more duplicates than any list has places
+    gallery = Gallery.build(embedder, make_table(0, 5000), tmp_path / "g", vectors=vectors)
     queries = torch.from_numpy(np.concatenate([vectors[:9], make_vectors(40, seed=1)]))
     queries = (normalize(queries) if normalized else queries).numpy().astype(np.float64)
-    stored = found.vectors(found.ids()).astype(np.float64)
-    for query, ids in zip(queries, found.search(queries, 1000).ids, strict=True):
+    stored = gallery.vectors(gallery.ids()).astype(np.float64)
+    for query, ids in zip(queries, gallery.search(queries, 1000).ids, strict=True):
         scores = (stored * query).sum(1) if normalized else -((stored - query) ** 2).sum(1)
         assert ids.tolist() == np.lexsort((np.arange(5000), -scores))[:1000].tolist()
 
 
 def test_labels_of_a_list_of_files(embedder, images, tmp_path):
     files = [str(path) for path in sorted(images.rglob("*.png"))[:6]]
-    found = Gallery.build(embedder, files[:3], tmp_path / "g", labels=["a", "b", None])
-    found.add(files[3:4], labels=["c"])
-    assert found.rows(found.ids())["label"] == ["a", "b", None, "c"]
+    gallery = Gallery.build(embedder, files[:3], tmp_path / "g", labels=["a", "b", None])
+    gallery.add(files[3:4], labels=["c"])
+    assert gallery.rows(gallery.ids())["label"] == ["a", "b", None, "c"]
     with pytest.warns(UserWarning, match="1 new image without a class"):
-        found.add(files[4:5])
-    (unchanged,) = found.add(files[:1], replace=True)  # keeps its class
-    (relabeled,) = found.add(files[1:2], labels=["d"], replace=True)
-    assert found.rows([unchanged, relabeled])["label"] == ["a", "d"]
+        gallery.add(files[4:5])
+    (unchanged,) = gallery.add(files[:1], replace=True)  # keeps its class
+    (relabeled,) = gallery.add(files[1:2], labels=["d"], replace=True)
+    assert gallery.rows([unchanged, relabeled])["label"] == ["a", "d"]
     table = metadata.from_columns({"path": files[4:], "label": ["a", None], "year": [1990, None]})
-    found.add(table, replace=True)
-    ids = found.add(files[4:], replace=True)
-    assert found.rows(ids) == {"path": files[4:], "label": ["a", None], "year": [1990, None]}
+    gallery.add(table, replace=True)
+    ids = gallery.add(files[4:], replace=True)
+    assert gallery.rows(ids) == {"path": files[4:], "label": ["a", None], "year": [1990, None]}
     for wrong in (["x", "y"], "x"):
         with pytest.raises(UsageError, match="labels"):
-            found.add(files[5:], labels=wrong)
+            gallery.add(files[5:], labels=wrong)
     with pytest.raises(UsageError, match="labels"):
-        found.add(Catalog.from_folder(images), labels=["x"])
+        gallery.add(Catalog.from_folder(images), labels=["x"])
 
 
 def test_shard_members_reject_path_traversal(images, tmp_path):
@@ -127,8 +127,8 @@ def test_shard_members_reject_path_traversal(images, tmp_path):
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:
         for member in members:
             tar.add(image, member)
-    found = metadata.from_images([f"{tmp_path}/sub/../shard.tar::{member}" for member in members])
-    paths = metadata.values(found["path"])
+    result = metadata.from_images([f"{tmp_path}/sub/../shard.tar::{member}" for member in members])
+    paths = metadata.values(result["path"])
     assert paths == [f"{tmp_path}/shard.tar::{member}" for member in members]
     for path in paths:
         open_image(path)
@@ -137,10 +137,10 @@ def test_shard_members_reject_path_traversal(images, tmp_path):
 def test_symlink_parent_is_resolved(tmp_path):
     (tmp_path / "far" / "inner").mkdir(parents=True)
     (tmp_path / "near").symlink_to(tmp_path / "far" / "inner")
-    found = metadata.from_images(
+    result = metadata.from_images(
         [str(tmp_path / "near" / ".." / "1.png"), str(tmp_path / "near/2.png")]
     )
-    assert metadata.values(found["path"]) == [f"{tmp_path}/far/1.png", f"{tmp_path}/near/2.png"]
+    assert metadata.values(result["path"]) == [f"{tmp_path}/far/1.png", f"{tmp_path}/near/2.png"]
 
 
 def test_where_filters_exactly(gallery):
@@ -152,23 +152,23 @@ def test_where_filters_exactly(gallery):
         ({"path": names(7, 1)}, [7]),
     ):
         expected = retrieve(vectors[list(chosen)], queries=queries, k=4)
-        found = gallery.search(queries, 4, where=where)
-        assert np.array_equal(found.ids[:, : expected.k], np.array(chosen)[expected.ids])
-        assert (found.ids[:, expected.k :] == -1).all()
+        result = gallery.search(queries, 4, where=where)
+        assert np.array_equal(result.ids[:, : expected.k], np.array(chosen)[expected.ids])
+        assert (result.ids[:, expected.k :] == -1).all()
         assert gallery.ids(where).tolist() == list(chosen)
 
 
 def test_numeric_columns_and_missing_values(embedder, tmp_path):
     table = metadata.from_columns({"path": names(0, 3), "year": [1990, 2001, 2001]})
-    found = Gallery.build(embedder, table, tmp_path / "g", vectors=make_vectors(3))
-    found.add(make_table(3, 2), vectors=make_vectors(2, seed=1))
-    assert found.ids({"year": 2001}).tolist() == [1, 2]
-    assert found.ids({"year": "1990"}).tolist() == [0]
-    assert found.ids({"label": None}).tolist() == [0, 1, 2]
+    gallery = Gallery.build(embedder, table, tmp_path / "g", vectors=make_vectors(3))
+    gallery.add(make_table(3, 2), vectors=make_vectors(2, seed=1))
+    assert gallery.ids({"year": 2001}).tolist() == [1, 2]
+    assert gallery.ids({"year": "1990"}).tolist() == [0]
+    assert gallery.ids({"label": None}).tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="int64, got 'then'"):
-        found.ids({"year": "then"})
-    found.compact()
-    assert found.rows([4, 1]) == {
+        gallery.ids({"year": "then"})
+    gallery.compact()
+    assert gallery.rows([4, 1]) == {
         "path": ["/images/00004.png", "/images/00001.png"],
         "year": [None, 2001],
         "label": ["class4", None],
@@ -176,25 +176,25 @@ def test_numeric_columns_and_missing_values(embedder, tmp_path):
 
 
 def test_column_type_may_widen(embedder, tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot, "MAX_MERGED_ROWS", 0)  # segments keep the types they came with
+    monkeypatch.setattr(snapshot, "MAX_MERGED_ROWS", 0)  # segments keep their column types
 
     def table(first, **columns):
         return metadata.from_columns({"path": names(first, 2), **columns})
 
-    found = Gallery.build(
+    gallery = Gallery.build(
         embedder, table(0, size=[9, 10], hue=[None] * 2), tmp_path / "g", vectors=make_vectors(2)
     )
     more = table(2, size=[9.5, 9.0], hue=["red", None])
-    found.add(more, vectors=make_vectors(2, seed=1))
-    assert found.ids({"size": 9.5}).tolist() == [2]
-    assert found.ids({"size": ["9", "9.5"]}).tolist() == [0, 2, 3]
-    assert found.ids({"hue": "red"}).tolist() == [2]
-    assert found.ids({"hue": None}).tolist() == [0, 1, 3]
+    gallery.add(more, vectors=make_vectors(2, seed=1))
+    assert gallery.ids({"size": 9.5}).tolist() == [2]
+    assert gallery.ids({"size": ["9", "9.5"]}).tolist() == [0, 2, 3]
+    assert gallery.ids({"hue": "red"}).tolist() == [2]
+    assert gallery.ids({"hue": None}).tolist() == [0, 1, 3]
     with pytest.raises(ValueError, match="double, got 'big'"):
-        found.ids({"size": ["big", 9]})
+        gallery.ids({"size": ["big", 9]})
     for wrong in ([2**60 + 1, 1], ["large", "small"]):
         with pytest.raises(UsageError, match="column types differ"):
-            found.add(table(4, size=wrong), vectors=make_vectors(2))
+            gallery.add(table(4, size=wrong), vectors=make_vectors(2))
 
 
 def test_paths_that_are_not_utf8(embedder, images, tmp_path):
@@ -202,11 +202,11 @@ def test_paths_that_are_not_utf8(embedder, images, tmp_path):
     os.mkdir(odd)
     file = os.fsdecode(odd + b"/\xff.png")
     shutil.copy(next(images.rglob("*.png")), file)
-    found = Gallery.build(embedder, Catalog.from_folder(tmp_path), tmp_path / "g")
-    result = found.search([file], 1)
+    gallery = Gallery.build(embedder, Catalog.from_folder(tmp_path), tmp_path / "g")
+    result = gallery.search([file], 1)
     assert result.paths[0, 0] == file
     assert result.labels[0, 0] == os.fsdecode(b"caf\xe9")
-    assert found.ids({"label": os.fsdecode(b"caf\xe9")}).tolist() == [0]
+    assert gallery.ids({"label": os.fsdecode(b"caf\xe9")}).tolist() == [0]
 
 
 def test_changes_keep_ids_and_search_equals_retrieve(gallery):
@@ -219,15 +219,15 @@ def test_changes_keep_ids_and_search_equals_retrieve(gallery):
     expected = retrieve(everything[left], queries=everything[:9], k=6)
     for _ in range(2):
         assert len(gallery) == 86
-        found = gallery.search(everything[:9], 6)
-        assert np.array_equal(found.ids, np.array(left)[expected.ids])
+        result = gallery.search(everything[:9], 6)
+        assert np.array_equal(result.ids, np.array(left)[expected.ids])
         assert gallery.rows([61 + 1])["path"] == names(62, 1)
         gallery.verify()
         gallery.compact()
     assert len(gallery._snapshot.segments) == 1
     assert not len(gallery._snapshot.deleted)
     again = Gallery.open(gallery.path)
-    assert np.array_equal(again.search(everything[:9], 6).ids, found.ids)
+    assert np.array_equal(again.search(everything[:9], 6).ids, result.ids)
 
 
 def test_update_embeds_again_and_gives_new_ids(gallery):
@@ -283,12 +283,12 @@ def test_bad_images_raise_or_are_skipped(embedder, images, tmp_path):
         Gallery.build(embedder, catalog, tmp_path / "g")
     with pytest.raises(ValueError, match="not finished"):
         Gallery.open(tmp_path / "g")
-    found = Gallery.build(embedder, catalog, tmp_path / "g", bad_images="skip")
-    assert len(found) == len(catalog) - 1
-    assert [one.path for one in found.skipped] == [str(bad)]
-    assert "not an image" in found.skipped[0].reason
-    assert len(found.add([bad], bad_images="skip")) == 0
-    assert str(bad) not in found.search([catalog.file(0)], 48).paths
+    gallery = Gallery.build(embedder, catalog, tmp_path / "g", bad_images="skip")
+    assert len(gallery) == len(catalog) - 1
+    assert [one.path for one in gallery.skipped] == [str(bad)]
+    assert "not an image" in gallery.skipped[0].reason
+    assert len(gallery.add([bad], bad_images="skip")) == 0
+    assert str(bad) not in gallery.search([catalog.file(0)], 48).paths
     with pytest.raises(ValueError, match="1 image cannot be read: "):
         Gallery.build(embedder, [bad], tmp_path / "h", bad_images="skip")
 
@@ -439,13 +439,13 @@ def test_open_gallery_stays_at_its_version(gallery, monkeypatch):
     gallery.remove(range(30))
     gallery.add(make_table(60, 50), vectors=make_vectors(50, seed=2))
     monkeypatch.setattr(manifest, "GRACE", 0)
-    for _ in range(2):  # after which no file of the reader's version has a name any more
+    for _ in range(2):  # then all files of the reader's version are unlinked
         gallery.compact()
     after = reader.search(queries, 60)
     assert np.array_equal(before.ids, after.ids)
     assert np.array_equal(before.paths, after.paths)
     assert len(reader) == 60
-    reader.verify()  # what is there now, not what has gone
+    reader.verify()  # the current version, not the unlinked one
     reader.refresh()
     assert len(reader) == 80
     assert np.array_equal(reader.search(queries, 9).ids, gallery.search(queries, 9).ids)
@@ -485,13 +485,13 @@ def test_search_in_threads_during_changes(gallery):
 
     def read():
         while not done.is_set():
-            found = gallery.search(queries, 5)
-            paths = {f"/images/{number:05d}.png" for number in found.ids.ravel() if number < 60}
-            same = paths <= set(found.paths.ravel())
+            result = gallery.search(queries, 5)
+            paths = {f"/images/{number:05d}.png" for number in result.ids.ravel() if number < 60}
+            same = paths <= set(result.paths.ravel())
             same &= np.array_equal(gallery.vectors([3, 59]), vectors)
             same &= gallery.rows([7, 42], ["path"])["path"] == [*names(7, 1), *names(42, 1)]
             if not same:
-                problems.append(found)
+                problems.append(result)
 
     readers = [threading.Thread(target=read) for _ in range(2)]
     for reader in readers:
@@ -554,7 +554,7 @@ def test_adding_rewrites_only_small_segments(gallery, monkeypatch):
 
 @pytest.fixture
 def indexed(monkeypatch):
-    """Indexes for small galleries too."""
+    """Build indexes for small galleries, too."""
     monkeypatch.setattr(indexes, "MIN_INDEXED_ROWS", 500)
 
 
@@ -564,8 +564,8 @@ def indexed(monkeypatch):
 def test_index_candidates_are_rescored_exactly(embedder, tmp_path, indexed, kind):
     centers = make_vectors(40, seed=7) * 2
     vectors = (centers[np.arange(800) % 40] + make_vectors(800)).astype(np.float32)
-    found = Gallery.build(embedder, make_table(0, 800), tmp_path / "g", kind, vectors=vectors)
-    assert f"index {kind})" in repr(found)
+    gallery = Gallery.build(embedder, make_table(0, 800), tmp_path / "g", kind, vectors=vectors)
+    assert f"index {kind})" in repr(gallery)
     queries = vectors[:60] + make_vectors(60, seed=3) * 0.1
     expected = retrieve(vectors, queries=queries, k=10)
     result = Gallery.open(tmp_path / "g").search(queries, 10)
@@ -576,19 +576,19 @@ def test_index_candidates_are_rescored_exactly(embedder, tmp_path, indexed, kind
     expected_scores = np.take_along_axis(by_id, result.ids, 1).ravel()
     np.testing.assert_allclose(result.similarities.ravel(), expected_scores, atol=1e-6)
     gone = np.unique(expected.ids[:10, 0])
-    found.remove(gone)
-    ids = found.add(make_table(800, 60), vectors=queries)
-    again = found.search(queries, 10)
+    gallery.remove(gone)
+    ids = gallery.add(make_table(800, 60), vectors=queries)
+    again = gallery.search(queries, 10)
     assert np.array_equal(again.ids[:, 0], ids)
     assert not np.isin(again.ids, gone).any()
-    some = found.search(queries, 3, where={"path": names(5, 30)})  # few, so they are scanned
+    some = gallery.search(queries, 3, where={"path": names(5, 30)})  # few, so they are scanned
     allowed = np.setdiff1d(np.arange(5, 35), gone)
     exact = retrieve(vectors[allowed], queries=queries, k=3)
     assert np.array_equal(some.ids, allowed[exact.ids])
-    found.verify()
-    found.compact()
-    assert [info.rows for info in found._snapshot.manifest.segments] == [len(found)]
-    assert np.mean(found.search(queries, 1).ids[:, 0] == ids) > 0.9
+    gallery.verify()
+    gallery.compact()
+    assert [info.rows for info in gallery._snapshot.manifest.segments] == [len(gallery)]
+    assert np.mean(gallery.search(queries, 1).ids[:, 0] == ids) > 0.9
 
 
 @pytest.mark.parametrize(
@@ -619,9 +619,9 @@ def test_empty_gallery(gallery):
     gallery.remove(gallery.ids())
     gallery.compact()
     for options in ({}, {"expand": 2}, {"rerank": True}):
-        found = gallery.search(make_vectors(2), 3, **options)
-        assert found.ids.tolist() == [[-1], [-1]]
-        assert found.paths.tolist() == [[None], [None]]
+        result = gallery.search(make_vectors(2), 3, **options)
+        assert result.ids.tolist() == [[-1], [-1]]
+        assert result.paths.tolist() == [[None], [None]]
     assert gallery.duplicates().groups == []
     assert gallery.add(make_table(0, 2), vectors=make_vectors(2)).tolist() == [60, 61]
     assert gallery.search(make_vectors(2), 1).ids.ravel().tolist() == [60, 61]
@@ -642,10 +642,10 @@ def test_compact_reports_the_index(gallery, monkeypatch):
 def test_duplicates_are_exact(gallery):
     copies = gallery.vectors([3, 3, 8])
     gallery.add(make_table(60, 3), vectors=copies)
-    found = gallery.duplicates()
-    assert [group.tolist() for group in found.groups] == [[3, 60, 61], [8, 62]]
-    assert found.pairs[:4].tolist() == [[3, 60], [3, 61], [8, 62], [60, 61]]
-    assert found.paths[60] == names(60, 1)[0]
+    result = gallery.duplicates()
+    assert [group.tolist() for group in result.groups] == [[3, 60, 61], [8, 62]]
+    assert result.pairs[:4].tolist() == [[3, 60], [3, 61], [8, 62], [60, 61]]
+    assert result.paths[60] == names(60, 1)[0]
     gallery.remove([60])
     assert [group.tolist() for group in gallery.duplicates().groups] == [[3, 61], [8, 62]]
     everything = gallery.duplicates(-1)
@@ -655,9 +655,9 @@ def test_duplicates_are_exact(gallery):
 
 def test_duplicates_allow_for_rounding_of_the_cosine(gallery):
     gallery.add(make_table(60, 60), vectors=gallery.vectors(range(60)))
-    found = gallery.duplicates(1)
-    assert found.similarities.min() < 1
-    assert sorted(found.pairs.tolist()) == [[i, i + 60] for i in range(60)]
+    result = gallery.duplicates(1)
+    assert result.similarities.min() < 1
+    assert sorted(result.pairs.tolist()) == [[i, i + 60] for i in range(60)]
 
 
 @pytest.mark.parametrize("compared", [0, duplicates.MAX_COMPARED_ROWS])
@@ -670,8 +670,8 @@ def test_duplicates_with_an_index_are_complete(
     vectors = make_vectors(1500)
     vectors[300:310] = vectors[:10]
     vectors[400:701] = vectors[400]  # more copies than are searched first
-    found = Gallery.build(embedder, make_table(0, 1500), tmp_path / "g", kind, vectors=vectors)
-    pairs = found.duplicates(0.999999).pairs.tolist()
+    gallery = Gallery.build(embedder, make_table(0, 1500), tmp_path / "g", kind, vectors=vectors)
+    pairs = gallery.duplicates(0.999999).pairs.tolist()
     copies = [[i, j] for i in range(400, 701) for j in range(i + 1, 701)]
     assert sorted(pairs) == [[i, i + 300] for i in range(10)] + copies
 
@@ -679,11 +679,11 @@ def test_duplicates_with_an_index_are_complete(
 def test_euclidean_duplicates(images, tmp_path):
     embedder, vectors = make_embedder(normalize=False), make_vectors(20)
     vectors[7] = vectors[2] + 0.01
-    found = Gallery.build(embedder, make_table(0, 20), tmp_path / "g", vectors=vectors)
+    gallery = Gallery.build(embedder, make_table(0, 20), tmp_path / "g", vectors=vectors)
     with pytest.raises(ValueError, match="threshold"):
-        found.duplicates()
-    assert found.duplicates(0.1).pairs.tolist() == [[2, 7]]
-    np.testing.assert_allclose(found.duplicates(0.1).similarities, -0.01 * DIM**0.5, rtol=1e-3)
+        gallery.duplicates()
+    assert gallery.duplicates(0.1).pairs.tolist() == [[2, 7]]
+    np.testing.assert_allclose(gallery.duplicates(0.1).similarities, -0.01 * DIM**0.5, rtol=1e-3)
     files = sorted(images.rglob("*.png"))
     files.append(shutil.copy(files[0], tmp_path / "copy.png"))
     measured = Gallery.build(embedder, files, tmp_path / "h").duplicates()

@@ -15,7 +15,7 @@ KINDS = ["HNSW32", "IVF64,Flat", "IVF256,Flat", "IVF128,SQ8", "IVF64,PQ16x4", "B
 
 
 def draw_clusters(classes, seed):
-    """Vectors around the centers of these classes."""
+    """Return vectors around the centers of these classes."""
     centers = np.random.default_rng(0).standard_normal((CLASSES, DIM))
     noise = np.random.default_rng(seed).standard_normal((len(classes), DIM))
     return (centers[classes] + 0.5 * noise).astype(np.float32)
@@ -38,7 +38,7 @@ def gallery(request, tmp_path_factory):
 
 
 def recall(result, queries, allowed, k=10):
-    """The share of the k nearest allowed rows that was found; what was found must be allowed."""
+    """Return recall@k of the allowed rows; all results must be allowed."""
     assert set(result.ids.ravel()) - {-1} <= set(np.flatnonzero(allowed))
     stored = VECTORS / np.linalg.norm(VECTORS, axis=1, keepdims=True)
     scores = np.where(allowed, queries @ stored.T, -np.inf)
@@ -48,7 +48,7 @@ def recall(result, queries, allowed, k=10):
 
 @pytest.fixture(params=[0, snapshot.MAX_SCAN_ENTRIES])
 def budget(request, monkeypatch):
-    """Never scan where an index can answer, or the default."""
+    """Disable scans where there is an index, or use the default."""
     monkeypatch.setattr(snapshot, "MAX_SCAN_ENTRIES", request.param)
     monkeypatch.setattr(snapshot, "SCAN_FACTOR", 64 if request.param else 1)
 
@@ -95,10 +95,10 @@ def test_auto_reports_recall_of_large_galleries(tmp_path, monkeypatch, graph, ki
     monkeypatch.setattr(indexes, "MAX_FLAT_ROWS", 100)
     monkeypatch.setattr(indexes, "MAX_GRAPH_ROWS", graph)
     lines = []
-    found = build(tmp_path / "g", report=lines.append)
+    gallery = build(tmp_path / "g", report=lines.append)
     queries = draw_clusters(np.arange(CLASSES), seed=2)
-    assert recall(found.search(queries, 10), queries, LABELS >= 0) >= 0.97
-    (info,) = found._snapshot.manifest.segments
+    assert recall(gallery.search(queries, 10), queries, LABELS >= 0) >= 0.97
+    (info,) = gallery._snapshot.manifest.segments
     assert info.index == kind
     assert info.recall >= indexes.RECALL
     assert len(lines) == 1
@@ -107,8 +107,8 @@ def test_auto_reports_recall_of_large_galleries(tmp_path, monkeypatch, graph, ki
 
 
 def test_low_recall_raises_the_effort_that_is_stored(tmp_path):
-    found = build(tmp_path / "g", "PCA8,Flat")
-    (info,) = found._snapshot.manifest.segments
+    gallery = build(tmp_path / "g", "PCA8,Flat")
+    (info,) = gallery._snapshot.manifest.segments
     assert info.effort > 1
     assert info.recall >= indexes.RECALL
     assert Gallery.open(tmp_path / "g")._snapshot.segments[0].index.effort == info.effort
@@ -117,7 +117,7 @@ def test_low_recall_raises_the_effort_that_is_stored(tmp_path):
 def test_recall_below_the_goal_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(indexes, "MAX_EFFORT", 1)
     lines = []
-    found = build(tmp_path / "g", "PCA2,Flat", report=lines.append)
-    (info,) = found._snapshot.manifest.segments
+    gallery = build(tmp_path / "g", "PCA2,Flat", report=lines.append)
+    (info,) = gallery._snapshot.manifest.segments
     assert info.recall < indexes.RECALL
     assert "below 0.98" in lines[0]

@@ -32,7 +32,7 @@ def test_killed_changes_are_atomic_and_resume(tmp_path):
     for change in ("build", "add", "remove", "update", "update_images", "compact"):
         assert results[change] > 5, "too few kill points"
     assert results["random"] > 0
-    assert results["together"] == 60 + 2 * 8 * 5
+    assert results["concurrent"] == 60 + 2 * 8 * 5
 
 
 @pytest.fixture
@@ -59,9 +59,9 @@ def flip(file):
 def test_damaged_staged_vectors_are_embedded_again(interrupted, damage):
     folder, files, left = interrupted
     damage(left[0])
-    found = Gallery.build(make_embedder(), files, folder)
+    gallery = Gallery.build(make_embedder(), files, folder)
     expected = make_embedder().encode(files).numpy()
-    np.testing.assert_allclose(found.vectors(found.ids()), expected, atol=1e-6)
+    np.testing.assert_allclose(gallery.vectors(gallery.ids()), expected, atol=1e-6)
     assert not (folder / "staging").exists()
 
 
@@ -81,9 +81,9 @@ def test_image_replaced_with_equal_size_and_mtime_is_embedded_again(tmp_path, mo
     save(files[0])
     os.utime(files[0], ns=(before.st_atime_ns, before.st_mtime_ns))
     assert files[0].stat().st_size == before.st_size
-    found = Gallery.build(make_embedder(), files, tmp_path / "g")
+    gallery = Gallery.build(make_embedder(), files, tmp_path / "g")
     expected = make_embedder().encode(files).numpy()
-    np.testing.assert_allclose(found.vectors(found.ids()), expected, atol=1e-6)
+    np.testing.assert_allclose(gallery.vectors(gallery.ids()), expected, atol=1e-6)
 
 
 def test_staged_vectors_are_swept_after_the_grace_period(gallery, images, monkeypatch):

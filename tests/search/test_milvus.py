@@ -20,7 +20,7 @@ pytest.importorskip("milvus_lite")
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """Embedded images that are not on Milvus yet are in a folder of the tests."""
+    """Stage vectors in a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PROXIMETRY_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -28,7 +28,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """One file for all tests: opening one takes a while."""
+    """One file for all tests, since opening one is slow."""
     return tmp_path_factory.mktemp("milvus") / "galleries.db"
 
 
@@ -39,33 +39,33 @@ def address(file, request):
 
 
 def both(embedder, table, vectors, address, folder, **options):
-    """The same gallery on Milvus and in a folder; the ids of the one, in the order of the other."""
+    """Build a gallery on Milvus and in a folder; return both, and Milvus's ids in folder order."""
     remote = Gallery.build(embedder, table, address, vectors=vectors, **options)
     local = Gallery.build(embedder, table, folder / "gallery", vectors=vectors)
     return remote, local, by_path(remote, local.rows(local.ids())["path"])
 
 
 def by_path(gallery, paths):
-    """The ids of images, in the order of their paths: on Milvus they are hashes."""
+    """Return the ids of images by path; on Milvus they are hashes."""
     ids = gallery.ids()
     known = dict(zip(gallery.rows(ids)["path"], ids.tolist(), strict=True))
     return np.array([known[path] for path in paths])
 
 
-def assert_same(found, expected, ids):
-    """The ranking is the same up to ties."""
+def assert_same(result, expected, ids):
+    """Assert that rankings are equal up to ties."""
     values, scores = (
-        one.similarities if one.scores is None else one.scores for one in (found, expected)
+        one.similarities if one.scores is None else one.scores for one in (result, expected)
     )
-    np.testing.assert_allclose(values, scores[:, : found.k], atol=1e-6)
-    named = np.where(expected.ids >= 0, ids[expected.ids], -1)[:, : found.k]
-    assert (expected.ids[:, found.k :] == -1).all()
-    differ = found.ids != named
+    np.testing.assert_allclose(values, scores[:, : result.k], atol=1e-6)
+    named = np.where(expected.ids >= 0, ids[expected.ids], -1)[:, : result.k]
+    assert (expected.ids[:, result.k :] == -1).all()
+    differ = result.ids != named
     gaps = np.abs(np.diff(scores, axis=1, prepend=np.inf, append=-np.inf))
-    tied = np.minimum(gaps[:, :-1], gaps[:, 1:])[:, : found.k] < 1e-6
+    tied = np.minimum(gaps[:, :-1], gaps[:, 1:])[:, : result.k] < 1e-6
     tied[:, -1] = True  # the list may end within a tie
     assert not (differ & ~tied).any()
-    assert set(found.columns) == set(expected.columns)
+    assert set(result.columns) == set(expected.columns)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -83,8 +83,8 @@ def test_search_equals_a_folder_up_to_ties(normalize, address, tmp_path):
     )
     assert np.array_equal(remote.ids(where), np.sort(ids[local.ids(where)]))
     for options in ({"rerank": True}, {"expand": 3 * normalize}):
-        found, expected = (one.search(queries[-5:], 5, **options) for one in (remote, local))
-        assert_same(found, expected, ids)
+        result, expected = (one.search(queries[-5:], 5, **options) for one in (remote, local))
+        assert_same(result, expected, ids)
     threshold = 0.9 if normalize else 1.0
     alike, expected = remote.duplicates(threshold), local.duplicates(threshold)
     pairs = np.sort(ids[expected.pairs], axis=1)
@@ -106,9 +106,9 @@ def test_build_and_search_images(embedder, images, address):
     lines = []
     Gallery.build(embedder, catalog, address, report=lines.append)
     assert lines == ["index: Milvus Flat for 48 images: every search is exact"]
-    found = Gallery.open(address, embedder)
+    gallery = Gallery.open(address, embedder)
     files = [catalog.file(row) for row in range(3)]
-    result = found.search(files, 4)
+    result = gallery.search(files, 4)
     assert result.paths[:, 0].tolist() == files
     assert result.column("split")[0, 0] == "all"
     other = Gallery.open(address)
@@ -166,28 +166,28 @@ HOSTILE = [
 def test_any_text_is_stored_and_filtered(embedder, address):
     paths = [f"/images/{text.replace(chr(47), '_')}{row}" for row, text in enumerate(HOSTILE)]
     columns = {"path": paths, "label": HOSTILE, 'odd "name\\': HOSTILE[::-1], "vector": HOSTILE}
-    found = Gallery.build(
+    gallery = Gallery.build(
         embedder, metadata.from_columns(columns), address, vectors=make_vectors(len(HOSTILE))
     )
-    ids = by_path(found, paths)
-    assert {name: found.rows(ids)[name] for name in columns} == columns
+    ids = by_path(gallery, paths)
+    assert {name: gallery.rows(ids)[name] for name in columns} == columns
     for row, text in enumerate(HOSTILE):
-        assert found.ids({"label": text}).tolist() == [ids[row]]
-        assert found.ids({"vector": text}).tolist() == [ids[row]]
-        assert found.ids({'odd "name\\': text}).tolist() == [ids[len(ids) - 1 - row]]
-        assert found.ids({"path": paths[row]}).tolist() == [ids[row]]
-    assert Gallery.open(address).columns == found.columns
+        assert gallery.ids({"label": text}).tolist() == [ids[row]]
+        assert gallery.ids({"vector": text}).tolist() == [ids[row]]
+        assert gallery.ids({'odd "name\\': text}).tolist() == [ids[len(ids) - 1 - row]]
+        assert gallery.ids({"path": paths[row]}).tolist() == [ids[row]]
+    assert Gallery.open(address).columns == gallery.columns
 
 
 def test_numeric_columns_and_missing_values(embedder, address):
     columns = {"year": [1990, 2001, 2001], "ok": [True, False, None], "x": [0.5, 2, 3]}
     table = metadata.from_columns({"path": names(0, 3), **columns})
-    found = Gallery.build(embedder, table, address, vectors=make_vectors(3))
+    gallery = Gallery.build(embedder, table, address, vectors=make_vectors(3))
     other = Gallery.open(address)
     more = metadata.from_columns({"path": names(3, 2), "label": ["a", "b"], "color": ["red", "7"]})
-    found.add(more, vectors=make_vectors(2, seed=1))
+    gallery.add(more, vectors=make_vectors(2, seed=1))
     other.refresh()
-    ids = by_path(found, names(0, 5))
+    ids = by_path(gallery, names(0, 5))
     for where, expected in (
         ({"year": 2001}, [1, 2]),
         ({"year": "1990"}, [0]),
@@ -213,12 +213,12 @@ def test_numeric_columns_and_missing_values(embedder, address):
 
 def test_approximate_index(embedder, address):
     vectors = make_vectors(400)
-    found = Gallery.build(embedder, make_table(0, 400), address, "HNSW16", vectors=vectors)
-    result, expected = found.search(vectors[:20], 3), retrieve(vectors, queries=vectors[:20], k=3)
-    ids = by_path(found, names(0, 400))
+    gallery = Gallery.build(embedder, make_table(0, 400), address, "HNSW16", vectors=vectors)
+    result, expected = gallery.search(vectors[:20], 3), retrieve(vectors, queries=vectors[:20], k=3)
+    ids = by_path(gallery, names(0, 400))
     assert np.isin(result.ids, ids[expected.ids]).mean() > 0.9
     assert result.similarities[:, 0].min() > 1 - 1e-6
-    assert found.duplicates(0.9).pairs.shape[1] == 2
+    assert gallery.duplicates(0.9).pairs.shape[1] == 2
     assert "index HNSW" in repr(Gallery.open(address))
 
 
@@ -236,7 +236,7 @@ def test_interrupted_build_resumes(embedder, images, address, monkeypatch):
     monkeypatch.setattr(type(embedder), "encode", count)
     with pytest.raises(KeyboardInterrupt):
         Gallery.build(embedder, catalog, address)
-    # Killed before a complete collection is renamed, it has no time to drop it.
+    # A build killed before the rename does not drop its complete collection.
     monkeypatch.setattr(milvus._Client, "rename_collection", stop, raising=False)
     monkeypatch.setattr(milvus._Client, "drop_collection", lambda self, name: None, raising=False)
     with pytest.raises(KeyboardInterrupt):
@@ -258,14 +258,14 @@ def stop(*args, **options):
 
 
 def test_interrupted_addition_resumes(embedder, address, monkeypatch):
-    found = Gallery.build(embedder, make_table(0, 5), address, vectors=make_vectors(5))
+    gallery = Gallery.build(embedder, make_table(0, 5), address, vectors=make_vectors(5))
     monkeypatch.setattr(milvus, "_MAX_ROWS", 4)
     more, vectors = make_table(5, 10), make_vectors(10, seed=1)
     with pytest.raises(KeyboardInterrupt):
-        found.add(more, vectors=vectors, progress=stop)
-    assert len(found) == 9
-    found.add(more, vectors=vectors, replace=True)
-    assert sorted(found.rows(found.ids())["path"]) == names(0, 15)
+        gallery.add(more, vectors=vectors, progress=stop)
+    assert len(gallery) == 9
+    gallery.add(more, vectors=vectors, replace=True)
+    assert sorted(gallery.rows(gallery.ids())["path"]) == names(0, 15)
 
 
 @pytest.mark.parametrize(
@@ -320,11 +320,11 @@ def test_errors_of_milvus_name_the_address(embedder, file, address, monkeypatch)
 def test_largest_k(embedder, address, monkeypatch):
     monkeypatch.setattr(milvus, "MAX_K", 50)
     table, vectors = make_table(0, 120), np.tile(make_vectors(1), (120, 1))
-    found = Gallery.build(embedder, table, address, vectors=vectors)
-    result = found.search(vectors[:1], 10)  # a hundred and twenty are equally near
+    gallery = Gallery.build(embedder, table, address, vectors=vectors)
+    result = gallery.search(vectors[:1], 10)  # a hundred and twenty are equally near
     assert len(set(result.ids[0].tolist())) == 10
     with pytest.raises(UsageError, match="at most 50"):
-        found.search(vectors[:1], 51)
+        gallery.search(vectors[:1], 51)
 
 
 def test_commands(images, address, tmp_path, monkeypatch, capfd):
@@ -347,10 +347,10 @@ def test_commands(images, address, tmp_path, monkeypatch, capfd):
     assert "49 images, 1 new" in text
     query = "images/class00/0.png"
     assert "--model RUN" in call("search", query, *where, code=2)
-    found = call("search", query, *where, "--model", "model", "-k", 2, "--json")
-    (one,) = json.loads(found)["queries"]
+    result = call("search", query, *where, "--model", "model", "-k", 2, "--json")
+    (one,) = json.loads(result)["queries"]
     # Embedded in different batches, copies need not have equal vectors.
-    assert {os.path.basename(image["path"]) for image in one["found"]} == {"0.png", "copy.png"}
+    assert {os.path.basename(image["path"]) for image in one["results"]} == {"0.png", "copy.png"}
     assert "1 group, 2 of 49 images" in call("duplicates", address, "--threshold", 0.99999)
 
 

@@ -44,10 +44,10 @@ def home(images, tmp_path, monkeypatch):
 
 
 def content(folder):
-    found = Gallery.open(folder)
-    found.verify()
-    ids = found.ids()
-    return ids.tolist(), found.rows(ids), found.vectors(ids).tobytes()
+    gallery = Gallery.open(folder)
+    gallery.verify()
+    ids = gallery.ids()
+    return ids.tolist(), gallery.rows(ids), gallery.vectors(ids).tobytes()
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_two_ranks_build_and_add_as_one(home, server, capsys):
     options += ["--bad-images", "skip", "--json", "--gallery"]
     steps = [["index", *(home / "images" / name for name in ("class00", "class01", "class02"))]]
     steps += [["index", home / "images"]]
-    # The first time a process is killed.
+    # The first time, one process is killed.
     dies = f'import os; os.environ["DIES"] = "1"\n{COMMAND}'
     lost = Ranks(server, home / "lost", dies, *steps[0], *options, home / "two")
     assert lost.ended() == [1, -9]

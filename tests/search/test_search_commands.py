@@ -1,4 +1,4 @@
-"""`index`, `search` and `duplicates` as people and scripts call them."""
+"""The commands `index`, `search` and `duplicates`: text and JSON."""
 
 import json
 import shutil
@@ -40,9 +40,9 @@ def test_index_search_and_duplicates(home, call):
     assert lines[2].split() == ["1", "1.0000", "class00", query]
     assert lines[3].split() == ["2", "1.0000", "class00", "images/class00/copy.png"]
     assert len(lines) == 5
-    found = json.loads(call("search", query, "images/class01/1.png", "--k", "2", "--json"))
-    assert [one["query"] for one in found["queries"]] == [query, "images/class01/1.png"]
-    assert found["queries"][0]["found"][1] == {
+    result = json.loads(call("search", query, "images/class01/1.png", "--k", "2", "--json"))
+    assert [one["query"] for one in result["queries"]] == [query, "images/class01/1.png"]
+    assert result["queries"][0]["results"][1] == {
         "id": 4,
         "similarity": 1.0,
         "path": str(home / "images/class00/copy.png"),
@@ -52,7 +52,7 @@ def test_index_search_and_duplicates(home, call):
     other = call("search", *where, query)
     assert {line.split()[2] for line in other.splitlines()[2:]} == {"class04", "class05"}
     assert "score" in call("search", query, "--rerank", "--expand", "2")
-    votes = found["queries"][0]["prediction"]
+    votes = result["queries"][0]["prediction"]
     assert votes == {"label": "class00", "votes": 2, "neighbors": 2}
     assert "class: class00 (2 of 2)" in call("search", query, "-k", "2", "--predict")
     copies = json.loads(call("duplicates", "--threshold", "0.999999", "--json"))
@@ -97,7 +97,7 @@ def test_contact_sheets_are_self_contained(home, call, kind):
     (home / "images/class00/<b>.png").write_bytes((home / "images/class02/0.png").read_bytes())
     (home / "images/class01/0.png").rename(home / "images/class01/a\nb\t.png")
     call("index", "images", "--model", "model")
-    (home / "images/class00/copy.png").unlink()  # which then has no thumbnail
+    (home / "images/class00/copy.png").unlink()  # then it has no thumbnail
     text = call("search", "images/class00/0.png", "-k", "50", "--sheet", f"out.{kind}")
     assert f"contact sheet: out.{kind}" in text
     if kind == "png":
@@ -123,7 +123,7 @@ def test_contact_sheets_are_self_contained(home, call, kind):
         (["index", "images", "--model", "nowhere"], "nowhere"),
         (["index", "images", "--model", "model", "--index", "HSNW"], "HSNW"),
         (["search", "images/class00/0.png"], "no gallery gallery"),
-        (["search"], "no images"),
+        (["search"], "QUERIES is missing"),
         (["search", "a.png", "--sheet", "out.gif"], ".html or .png"),
         (["search", "a.png", "--sheet", "no/out.png"], "folder no"),
         (["duplicates", "images"], "gallery.json"),
@@ -161,21 +161,21 @@ def test_columns_of_a_table_are_stored_and_filtered(home, call):
     assert "not used" not in call("index", table, "--model", "model")
     query = "images/class00/0.png"
 
-    def found(*where):
+    def find(*where):
         words = [word for one in where for word in ("--where", one)]
         (answer,) = json.loads(call("search", query, "-k", "20", "--json", *words))["queries"]
-        return {one["id"]: one for one in answer["found"]}
+        return {one["id"]: one for one in answer["results"]}
 
-    assert len(found()) == 12
-    assert (found()[2]["year"], found()[2]["color"]) == (1999, None)
-    assert sorted(found("color=red", "year=1999")) == [0, 6]
-    assert sorted(found("color=red", "color=blue", "year=2000")) == [1, 3, 7, 9]
+    assert len(find()) == 12
+    assert (find()[2]["year"], find()[2]["color"]) == (1999, None)
+    assert sorted(find("color=red", "year=1999")) == [0, 6]
+    assert sorted(find("color=red", "color=blue", "year=2000")) == [1, 3, 7, 9]
     other = home / "images" / "other.csv"
     other.write_text("path,label,similarity\nclass03/1.png,x,1\n")
     assert "similarity" in call("index", other, code=2)
     other.write_text("path,label,year,price\nclass03/0.png,x,,7\n")
     assert "13 images, 1 new" in call("index", other)
-    assert [one["price"] for one in found("price=7").values()] == [7]
+    assert [one["price"] for one in find("price=7").values()] == [7]
 
 
 def test_removed_results_are_marked(tmp_path):
@@ -190,9 +190,9 @@ def test_removed_results_are_marked(tmp_path):
         _take=lambda places, columns: {name: [None] for name in columns},
     )
     removed = {"similarity": 0.5, "label": None, "path": None}
-    assert "removed meanwhile" in _table("query.png", [removed], "cosine")
+    assert "(removed)" in _table("query.png", [removed], "cosine")
     contact_sheet(tmp_path / "sheet.html", ["query.png"], result)
-    assert "removed meanwhile" in (tmp_path / "sheet.html").read_text()
+    assert "(removed)" in (tmp_path / "sheet.html").read_text()
 
 
 @pytest.fixture
@@ -226,15 +226,15 @@ def near_copies(tmp_path, monkeypatch):
 
 
 def test_duplicates_measures_its_threshold(near_copies, call):
-    found = json.loads(call("duplicates", "--sheet", "groups.html", "--json"))
-    copies = {path for group in found["groups"] for path in group if "00" in path}
-    different = sum(len(group) for group in found["groups"]) - len(copies)
+    result = json.loads(call("duplicates", "--sheet", "groups.html", "--json"))
+    copies = {path for group in result["groups"] for path in group if "00" in path}
+    different = sum(len(group) for group in result["groups"]) - len(copies)
     assert len(copies) >= 6  # of seven
     assert different <= 4
-    assert 0.9 < found["threshold"] < 1
-    assert "measured on 50 images" in found["threshold_source"]
+    assert 0.9 < result["threshold"] < 1
+    assert "measured on 50 images" in result["threshold_source"]
     page = Path("groups.html").read_text()
-    assert page.count("<section>") == len(found["groups"])
+    assert page.count("<section>") == len(result["groups"])
     assert "00 mirrored.png" in page
     text = call("duplicates", "--threshold", "0.99999")
     assert "1 group, 2 of 66 images" in text
@@ -254,11 +254,11 @@ def test_duplicates_lowers_its_threshold_for_distinct_images(near_copies, tmp_pa
     gallery = Gallery.build(embedder, files, tmp_path / "g", vectors=thumbnails(files))
     embedder.encode = thumbnails
     assert len(gallery.duplicates(0.99).groups[0]) <= 5
-    found = gallery.duplicates()
-    (group,) = (one for one in found.groups if Path(found.paths[one[-1]]).name == "00.png")
-    assert found.threshold < 0.97
+    result = gallery.duplicates()
+    (group,) = (one for one in result.groups if Path(result.paths[one[-1]]).name == "00.png")
+    assert result.threshold < 0.97
     assert len(group) == 6  # all but the mirrored one
-    assert sum(map(len, found.groups)) <= 12
+    assert sum(map(len, result.groups)) <= 12
 
 
 def test_duplicates_without_images_keeps_the_default_threshold(near_copies, call):

@@ -20,7 +20,7 @@ def recipe(images, cache):
     return make_recipe(images, cache)
 
 
-# For files whose recipe, of the same scope, has checkpoints within epochs.
+# For files with a module-scoped recipe that saves checkpoints within epochs.
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def whole(recipe, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cut_off(recipe, tmp_path_factory):
-    """Killed in its third epoch; the second one was the best."""
+def interrupted_run(recipe, tmp_path_factory):
+    """A run killed in its third epoch; the second one was the best."""
     out = tmp_path_factory.mktemp("cut") / "run"
     killed_at(11, recipe, out)
     return out

@@ -1,4 +1,4 @@
-"""Ranks as real processes, and failures of one of them."""
+"""Ranks as real processes, with a failure in one of them."""
 
 import socket
 
@@ -15,8 +15,8 @@ from proximetry.cli import main
 sys.exit(main(["train", *sys.argv[1:3], "--device", "cpu"]))
 """
 
-# Torch's threads are gone when `train` has raised, though its exception still holds the run.
-LEFT = """
+# Torch's threads have ended when `train` raises, even if the exception still references the run.
+REPORT_THREADS = """
 import sys
 from pathlib import Path
 from proximetry.training import Recipe, train
@@ -27,12 +27,12 @@ except Exception as error:
     print(type(error).__name__, error, "gloo" in str(names))
 """
 
-# What happens to one rank: in the setup, within a step, between two steps, or in an evaluation.
-HAPPENS = """
+# Run code in one rank: in the setup, within a step, between two steps, or in an evaluation.
+FAILURE = """
 import os, signal
 from proximetry.training import build, evaluator, run, updater
 
-def happens(owner, name, number):
+def with_failure(owner, name, number):
     before, seen = getattr(owner, name), []
     def count(*arguments, **keywords):
         seen.append(1)
@@ -41,19 +41,19 @@ def happens(owner, name, number):
         return before(*arguments, **keywords)
     setattr(owner, name, count)
 
-happens({owner}, {number})
+with_failure({owner}, {number})
 """
 SETUP = 'build, "open_catalog"'
-MIDST = 'updater, "average_gradients"'
+STEP = 'updater, "average_gradients"'
 EPOCH = 'run.Run, "select"'
 EVALUATION = 'evaluator, "score_queries"'
 FREEZE = "os.kill(os.getpid(), signal.SIGSTOP)"
 DIE = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
-def happens(what, rank, owner, number):
-    """Return code that trains, with something that happens to a rank when it does a thing."""
-    return HAPPENS.format(what=what, rank=rank, owner=owner, number=number) + TRAIN
+def with_failure(what, rank, owner, number):
+    """Return code that trains and runs `what` in a rank, at its n-th call of a function."""
+    return FAILURE.format(what=what, rank=rank, owner=owner, number=number) + TRAIN
 
 
 class Ranks:
@@ -82,7 +82,7 @@ class Ranks:
         return self._every[rank].output()
 
     def until(self, condition):
-        """Wait for something to be true."""
+        """Wait until a condition is true."""
         next(iter(self._every.values())).until(condition)
 
     def ended(self, *ranks):

@@ -1,4 +1,4 @@
-"""Kill runs, and compare two bit by bit."""
+"""Kill runs, and compare two bit for bit."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def state_of(checkpoint):
 
 
 def assert_same_run(one, two, but=()):
-    """Compare everything but timings, and these of the results."""
+    """Compare everything except timings and the keys `but` of the results."""
     first, second = tensors(one), tensors(two)
     assert first.keys() == second.keys()
     for key in first:
@@ -30,7 +30,7 @@ def assert_same_run(one, two, but=()):
         for f in (one, two)
     ]
     assert lines[0] == lines[1]
-    # The checksum of an embedder is in the name of its weights.
+    # The name of the weights file contains its checksum.
     weights = [[path.name for path in f.glob("embedder/embedder-*")] for f in (one, two)]
     assert weights[0] == weights[1]
     timings = ("seconds", "startup_seconds")
@@ -42,7 +42,7 @@ def assert_same_run(one, two, but=()):
 
 
 class OnStep(Callback):
-    """Does something after a step."""
+    """Runs an action after a step."""
 
     def __init__(self, step, action):
         self.step, self.action = step, action
@@ -57,14 +57,14 @@ def fail(error):
 
 
 def killed_at(step, recipe, folder, callbacks=(), **options):
-    """Train until after a step, and no further."""
+    """Train up to a step and raise."""
     kill = OnStep(step, lambda: fail(SystemError("killed")))
     with pytest.raises(SystemError):
         train(recipe, folder, callbacks=[*callbacks, kill], **options)
 
 
-def observed(monkeypatch, values):
-    """Let the selection metric have these values, epoch by epoch."""
+def set_selection_values(monkeypatch, values):
+    """Set the values of the selection metric, epoch by epoch."""
     observe = TrainState.observe
     monkeypatch.setattr(
         TrainState, "observe", lambda state, _: observe(state, values[state.epoch - 1])

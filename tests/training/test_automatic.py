@@ -19,7 +19,7 @@ GB = 10**9
 
 
 def roomy(pixels):
-    """Return pixels of which at most 20 GB are missing, on a machine that has room for them."""
+    """Return sizes of a pixel cache with at most 20 GB missing, on a machine with enough memory."""
     return StorageInfo(int(pixels), min(int(pixels), 20 * GB), disk=1000 * GB, memory=500 * GB)
 
 
@@ -121,7 +121,7 @@ def test_resumed_run_keeps_its_choices(recipe, tmp_path):
     )
     train(started, tmp_path / "whole", device="cpu")
     killed_at(5, started, tmp_path / "cut")
-    recipe = with_(recipe, "evaluation", every="auto")  # as the precision
+    recipe = with_(recipe, "evaluation", every="auto")  # kept like the precision
     train(recipe, tmp_path / "cut", device="cpu")
     weights = [
         next((tmp_path / name / "embedder").glob("*.safetensors")) for name in ("whole", "cut")

@@ -1,4 +1,4 @@
-"""Binary codes from the recipe to the search: trained, continued, evaluated, indexed."""
+"""Binary codes are trained, resumed, evaluated, indexed and searched."""
 
 import json
 
@@ -37,7 +37,7 @@ def test_run_reports_metrics_of_codes(whole, recipe, images):
     assert all("codes" in line["held_out"] for line in lines)
     embedder = Embedder.load(whole)
     assert embedder.bits == 16
-    # `evaluate` finds what the run found, and both what one finds by hand.
+    # `evaluate` and the run agree with a direct computation.
     catalog = open_dataset("folder", images)
     held = sorted({*catalog.class_names} - {*embedder.class_names})
     part = catalog.subset(np.flatnonzero(np.isin(catalog.labels, held)))
@@ -63,7 +63,7 @@ def test_codes_are_centered_on_the_training_images(whole, images):
 
 def test_train_embed_index_and_search_codes(call, images, cache, tmp_path, monkeypatch):
     values = tiny_values(cache, training={"epochs": 1}, evaluation={"untrained": False})
-    values["model"]["pca_dim"] = 4  # which new bits leave behind, as the dimension
+    values["model"]["pca_dim"] = 4  # reset by bits, as is dim
     values["evaluation"]["eval_dims"] = [2]
     (tmp_path / "mine.yaml").write_text(json.dumps(values))
     monkeypatch.chdir(tmp_path)
@@ -77,7 +77,7 @@ def test_train_embed_index_and_search_codes(call, images, cache, tmp_path, monke
     assert codes["metrics"] == document["metrics"]["codes"]
     assert [row["bytes_per_image"] for row in document["rows"]] == [256, 8, 264]
     assert both["name"] == "binary codes, 200 re-ranked"
-    # All 48 images are candidates, so the vectors decide alone.
+    # All 48 images are candidates, so only the vectors rank them.
     assert both["metrics"] == vectors["metrics"]
 
     monkeypatch.setattr(indexes, "MIN_INDEXED_ROWS", 10)
@@ -85,7 +85,7 @@ def test_train_embed_index_and_search_codes(call, images, cache, tmp_path, monke
     assert Gallery.open("gallery").index == "BFlat"
     query = next(images.rglob("*.png"))
     assert f"1.0000  {query.parent.name}" in call("search", query, "-k", "2")
-    call("index", images, "--index", "auto")  # what it was made with
+    call("index", images, "--index", "auto")  # the original index
 
 
 def test_bits_replace_dim():
@@ -112,7 +112,7 @@ def test_evaluate_compares_search_methods(call, whole, images, tmp_path, apart):
     assert "rows" not in plain_one
     words = ("evaluate", whole, tmp_path / "table.csv", "--binary", "--expand", "3", "--rerank")
     document = json.loads(call(*words, "--json"))
-    assert {key: document[key] for key in plain_one} == plain_one  # never mixed with it
+    assert {key: document[key] for key in plain_one} == plain_one  # unchanged
     rows = {row["name"]: row for row in document["rows"]}
     assert [*rows] == [
         "vectors, cosine",
@@ -124,7 +124,7 @@ def test_evaluate_compares_search_methods(call, whole, images, tmp_path, apart):
     ]
     who = "24 queries against a gallery of 32 images" if apart else "each of 48 images against all"
     assert all(row["protocol"].startswith(who) for row in document["rows"])
-    # The same by hand.
+    # Computed directly.
     vectors, labels = Embedder.load(whole).encode(paths), np.asarray(catalog.labels)
     given = {"embeddings": vectors, "labels": labels}
     if apart:
@@ -156,7 +156,7 @@ def test_evaluate_compares_search_methods(call, whole, images, tmp_path, apart):
 
 @pytest.mark.parametrize("method", [{"expand": 3}, {"rerank": True}, {"expand": 2, "rerank": True}])
 def test_evaluate_equals_gallery_search(whole, images, tmp_path, method):
-    """Queries that are not in the gallery: its lists have the metrics that are evaluated."""
+    """With queries outside the gallery, search results have the evaluated metrics."""
     embedder, catalog = Embedder.load(whole), open_dataset("folder", images)
     held = np.arange(len(catalog)) % 4 > 0
     gallery = Gallery.build(embedder, catalog.subset(np.flatnonzero(held)), tmp_path / "gallery")
@@ -178,7 +178,7 @@ def test_evaluate_equals_gallery_search(whole, images, tmp_path, method):
         np.testing.assert_allclose(scored.scores[f"precision@{k}"], hits[:, :k].mean(1))
 
 
-def test_expansion_needs_the_cosine(call, images, tmp_path):
+def test_expand_requires_cosine_similarity(call, images, tmp_path):
     Embedder.create("small_convnet", 8, normalize=False, weights="none", image_size=24).save(
         tmp_path / "model"
     )

@@ -24,7 +24,7 @@ PIXELS = Preprocessing(24, (24, 24), (0.5,) * 3, (0.25,) * 3)
 
 
 class Images(Dataset):
-    """As those of torchvision: a folder of class folders, PIL images, `targets` and a transform."""
+    """Like torchvision's: class folders, PIL images, `targets` and a transform."""
 
     def __init__(self, root, transform=None, lists=True):
         catalog = Catalog.from_folder(root)
@@ -72,7 +72,7 @@ class Centers(nn.Module):
 
 
 def noisy(image):
-    """Random numbers of all three kinds."""
+    """Random numbers of torch, NumPy and Python."""
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
     pixels = pixels + 0.05 * torch.randn(()) + 0.05 * random.random() + 0.05 * np.random.rand()
     return pixels.float()
@@ -80,7 +80,7 @@ def noisy(image):
 
 @pytest.fixture
 def tiny(cache):
-    """A recipe whose own data, model and loss will be replaced."""
+    """A recipe whose data, model and loss are replaced."""
     return Recipe.load(tiny_values(cache, data={"batch_size": 12}, training={"epochs": 2}))
 
 
@@ -89,14 +89,14 @@ def test_torch_dataset_trains_like_its_folder(images, cache, tmp_path):
     train(recipe, tmp_path / "folder")
     messages, handler = Messages(), signal.getsignal(signal.SIGCHLD)
     train(recipe, tmp_path / "own", data=Images(images), display=messages)
-    assert signal.getsignal(signal.SIGCHLD) == handler  # that of torch raises anywhere
+    assert signal.getsignal(signal.SIGCHLD) == handler  # torch's handler raises anywhere
     assert_same_run_of_other_names(tmp_path / "folder", tmp_path / "own")
     assert RunFolder(tmp_path / "own").read_recipe().data.dataset == "custom:Images"
     assert any("images from the dataset" in line for line in messages.lines)
 
 
 def assert_same_run_of_other_names(one, two):
-    """The weights and the figures are the same, though classes have other names."""
+    """Weights and metrics are the same, although class names differ."""
     histories = [
         [{k: v for k, v in line.items() if "second" not in k} for line in RunFolder(f).history()]
         for f in (one, two)
@@ -217,7 +217,7 @@ def test_custom_catalog(images, cache, tmp_path):
 
 
 class Logs:
-    """Has some of the methods, and no base class."""
+    """Has some of the methods and no base class."""
 
     def __init__(self):
         self.seen = []
@@ -308,7 +308,7 @@ WRONG = {
     ),
     "a callback that is none": ({"callbacks": [3]}, "not a callback: 3"),
     "one callback": ({"callbacks": Logs()}, "must be a list of callbacks"),
-    "a class for a callback": ({"callbacks": [Logs]}, r"write Logs\(\)"),
+    "a class for a callback": ({"callbacks": [Logs]}, r"Write Logs\(\)"),
     "a method of another name": ({"callbacks": [Misnamed()]}, "on_epoch is never called"),
 }
 
@@ -333,7 +333,7 @@ def test_custom_network_for_vectors(recipe, tmp_path):
 
 
 def test_custom_timm_embedder_uses_training_keys(recipe, tmp_path):
-    """With stochastic depth; how test images are seen is the embedder's."""
+    """Stochastic depth applies; the evaluation preprocessing is the embedder's."""
     rates = []
 
     class Look:
@@ -382,7 +382,7 @@ def test_recipe_of_custom_components_needs_them(recipe, tmp_path):
             train(recipe.override({section: "custom:Mine"}), tmp_path / "run")
 
 
-OWN_RANKS = """
+CUSTOM_COMPONENTS = """
 import sys
 import torch
 sys.path.insert(0, sys.argv[3])
@@ -399,12 +399,12 @@ train(
 
 @pytest.mark.slow
 def test_custom_components_on_two_ranks_equal_one(images, tiny, server, tmp_path):
-    # Batch norm sees another part of the batch on every rank: frozen, nothing differs but rounding.
+    # Batch norm sees a different part of the batch on each rank; frozen, only rounding differs.
     recipe = tiny.override({"model.freeze_batchnorm": True, "training.epochs": 1})
     recipe.save(tmp_path / "recipe.yaml")
     root = Path(__file__).parents[2]
     words = (tmp_path / "recipe.yaml", tmp_path / "two", root, images)
-    ranks = Ranks(server, tmp_path / "home", OWN_RANKS, *words)
+    ranks = Ranks(server, tmp_path / "home", CUSTOM_COMPONENTS, *words)
     try:
         assert ranks.ended() == [0, 0], ranks.output(0) + ranks.output(1)
     finally:
@@ -415,4 +415,4 @@ def test_custom_components_on_two_ranks_equal_one(images, tiny, server, tmp_path
     one, two = (RunFolder(tmp_path / name).history()[-1] for name in ("one", "two"))
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert two["held_out"]["map@r"] == pytest.approx(one["held_out"]["map@r"], abs=0.02)
-    assert multiprocessing.active_children() == []  # no reader outlives its run
+    assert multiprocessing.active_children() == []  # no worker outlives its run

@@ -43,7 +43,7 @@ def make_data(recipe, device="cpu", **world):
 
 @pytest.fixture
 def makers(monkeypatch):
-    """The thread that cut the pixels of each batch."""
+    """The thread that cropped each batch."""
     made = []
     apply = RandomResizedCrop.apply
 
@@ -60,14 +60,14 @@ def test_cpu_crops_are_made_in_a_thread_and_depend_on_the_batch_number(recipe, m
     batches = list(data.batches(0, 0))
     assert len(batches) == len(data.sampler) > 1
     assert threading.main_thread() not in makers
-    # A batch is its place in the run: beginning later gives the same ones.
+    # A batch depends on its number only: starting later gives the same ones.
     for (pixels, labels), (again, same) in zip(batches[1:], data.batches(0, 1), strict=True):
         assert torch.equal(pixels, again)
         assert torch.equal(labels, same)
 
 
 def stand_in_for_streams(monkeypatch):
-    """Run work of a stream immediately."""
+    """Run the work of a stream immediately."""
     nothing = SimpleNamespace(
         record=lambda: None,
         synchronize=lambda: None,
@@ -107,7 +107,7 @@ def test_gpu_crops_are_made_one_batch_ahead_in_the_main_thread(recipe, makers, m
         got.append(batch)
         begun.append(len(makers))
     assert set(makers) == {threading.main_thread()}
-    # The next one is begun before this one is handed out.
+    # The next batch is started before this one is returned.
     assert begun == [*range(2, len(got) + 1), len(got)]
     for (pixels, labels), (again, same) in zip(expected, got, strict=True):
         assert torch.equal(pixels, again)
@@ -204,7 +204,7 @@ def test_pixels_that_exceed_gpu_memory_name_the_remedy(recipe, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "to", run_out)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 10, 1 << 30))
-    message = r"data\.cache gpu: the pixels need .* use data\.cache pixels or none"
+    message = r"data\.cache gpu: the pixels need .* Use data\.cache pixels or none"
     with pytest.raises(RunError, match=message):
         make_data(with_(recipe, "data", cache="gpu"), "cuda")
 
@@ -214,7 +214,7 @@ def test_pixels_are_freed_with_the_data(recipe):
     for _ in data.batches(0, 0):
         break
     pixels = weakref.ref(data._source.flat)
-    gc.disable()  # nothing may have to be found first
+    gc.disable()  # memory is freed without the garbage collector
     try:
         del data, _
         assert pixels() is None
@@ -254,7 +254,7 @@ def test_color_jitter_changes_pixels_only(recipe):
     ):
         assert torch.equal(labels, same)
         assert not torch.equal(pixels, changed)
-        # Windows and flips are the same, so light is still light.
+        # Windows and flips are the same, so bright pixels stay bright.
         light, still = (p.double().mean(1).flatten(1) for p in (pixels, changed))
         light, still = light - light.mean(1, keepdim=True), still - still.mean(1, keepdim=True)
         cosine = (light * still).sum(1) / (light.norm(dim=1) * still.norm(dim=1))

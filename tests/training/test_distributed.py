@@ -1,4 +1,4 @@
-"""Two gloo processes do what one does: losses, gradients, whole runs, checkpoints either way."""
+"""Two gloo processes equal one: losses, gradients, whole runs, checkpoints both ways."""
 
 import json
 
@@ -62,7 +62,7 @@ def test_value_and_gradients_of_every_loss_on_two_ranks(server, tmp_path):
 
 
 def recipe_for(images, cache, **training):
-    """No batch statistics, which each rank would take from its own part of the batch."""
+    """Without batch statistics, which differ by rank."""
     return make_recipe(
         images,
         cache,
@@ -80,7 +80,7 @@ def floats(folder):
 
 @pytest.mark.slow
 def test_two_ranks_equal_one(server, cache, tmp_path):
-    images = make_images(tmp_path / "images", each=5)  # 15 held out: the ranks have 7 and 8
+    images = make_images(tmp_path / "images", each=5)  # 15 held out: 7 and 8 per rank
     recipe = recipe_for(images, cache)
     recipe.override({"data.cache": "none"}).save(tmp_path / "recipe.yaml")
     single = train(recipe, tmp_path / "one", device="cpu")
@@ -92,7 +92,7 @@ def test_two_ranks_equal_one(server, cache, tmp_path):
         torch.testing.assert_close(two[key], one[key], rtol=1e-3, atol=1e-5)
     double = json.loads((tmp_path / "two" / "results.json").read_text())
     for key, value in flatten(single["selected"]["held_out"]).items():
-        # The last digits of the weights may differ, and with them a bit of a code.
+        # Weights may differ by rounding, which can flip a bit of a code.
         tolerance = 0.05 if key.startswith("codes.") else 1e-9
         assert flatten(double["selected"]["held_out"])[key] == pytest.approx(value, abs=tolerance)
     # A run started on two ranks is extended on one.

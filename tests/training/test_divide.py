@@ -1,4 +1,4 @@
-"""Folders of any number of classes train to a sensible end, or are rejected with advice."""
+"""Folders with any number of classes can be trained on, or are rejected with advice."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ SIDE = 12
 
 
 def make_classes(root, images, split=""):
-    """A folder per class, with a number of images each."""
+    """Make class folders with these numbers of images."""
     draw = np.random.default_rng(len(images))
     for number, count in enumerate(images):
         folder = root / split / f"{split}{number:03d}"
@@ -32,7 +32,7 @@ def make_classes(root, images, split=""):
 
 
 def recipe_for(root, cache, **changes):
-    """Stops early, as the recipe for folders does."""
+    """Early stopping, as in the recipe for folders."""
     settings = {
         "data": {"short_side": SIDE, "batch_size": 32},
         "model": {"image_size": SIDE},

@@ -1,4 +1,4 @@
-"""An embedder as a transformer of scikit-learn."""
+"""`EmbeddingTransformer` in scikit-learn pipelines."""
 
 import numpy as np
 import pytest

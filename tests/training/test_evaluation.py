@@ -1,4 +1,4 @@
-"""One evaluator: PCA, truncated embeddings, flip TTA; train's figures are evaluate's."""
+"""`train` and `evaluate` report the same metrics, with PCA, truncated embeddings and flip TTA."""
 
 import json
 from unittest import mock
@@ -19,7 +19,7 @@ from proximetry.training.metrics_table import WITH_DISTRACTORS, metrics_table
 from proximetry.training.reporting import describe_epoch
 from proximetry.training.sources.training_data import split_rows
 from tests.training.ranks import RUN, Ranks
-from tests.training.runs import observed
+from tests.training.runs import set_selection_values
 from tests.training.tiny import make_images, make_recipe, with_
 
 
@@ -37,7 +37,7 @@ def reduced(tmp_path, cache):
 
 
 def encoded(folder, recipe, split):
-    """Vectors of the saved embedder, of images that are read anew, and their labels."""
+    """Return the saved embedder's vectors of the image files, and their labels."""
     catalog = open_dataset("folder", recipe.data.root)
     rows = np.flatnonzero(np.asarray(catalog.splits) == split)
     files = [catalog.root / catalog.paths[row] for row in rows]
@@ -46,13 +46,13 @@ def encoded(folder, recipe, split):
 
 
 def by_hand(folder, recipe, dim=None):
-    """Metrics of the saved embedder on the test images."""
+    """Return the metrics of the saved embedder on the test images."""
     vectors, labels = encoded(folder, recipe, "test")
     return vectors, metrics.evaluate(vectors[:, :dim], labels)
 
 
 def crosstalk(vectors):
-    """The largest correlation (about the origin) of two dimensions: 0 along principal axes."""
+    """Return the largest correlation (about the origin) of two dimensions; 0 for principal axes."""
     second = torch.mm(vectors.t(), vectors)
     strength = second.diagonal().sqrt()
     return (second / torch.outer(strength, strength) - torch.eye(len(second))).abs().max().item()
@@ -68,7 +68,7 @@ def test_saved_embedder_has_the_evaluated_metrics(reduced, tmp_path):
         assert scores["dims"][str(dim)] == by_hand(tmp_path / "run", reduced, dim)[1]
     assert scores["recall@1"] != scores["dims"]["1"]["recall@1"]
     assert RunFolder(tmp_path / "run").history()[-1]["test"] == scores
-    # The dimensions with the most variance come first.
+    # Dimensions are sorted by variance.
     strength = vectors.square().mean(0)
     assert strength[0] > strength[-1]
 
@@ -84,13 +84,13 @@ def test_pca_is_fitted_on_the_training_images(reduced, tmp_path):
 
 
 def test_pca_is_fitted_to_the_selected_epoch(reduced, tmp_path, monkeypatch):
-    observed(monkeypatch, [0.1, 0.9, 0.2, 0.2, 0.2, 0.2])
+    set_selection_values(monkeypatch, [0.1, 0.9, 0.2, 0.2, 0.2, 0.2])
     recipe = with_(reduced, "evaluation", protocol="paper", watch_test=False)
     recipe = with_(with_(recipe, "training", epochs=6, ema=0.0), "optimizer", lr=0.03)
     recipe = with_(recipe, "model", normalize=False)
     results = train(recipe, tmp_path / "run", device="cpu")
     assert results["selected"]["epoch"] == 2
-    # The untrained one has it too, or its vectors would be those of the wide head.
+    # The untrained embedder is reduced too.
     assert results["untrained"]["test"]["dims"].keys() == {"1", "3"}
     assert crosstalk(encoded(tmp_path / "run", recipe, "train")[0]) < 1e-3
     _, found = by_hand(tmp_path / "run", recipe)
@@ -120,7 +120,7 @@ def test_pca_to_more_dimensions_than_images(reduced, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_pca_on_two_ranks_equals_one(server, reduced, tmp_path):
-    reduced = with_(reduced, "model", freeze_batchnorm=True)  # else each sees its own share
+    reduced = with_(reduced, "model", freeze_batchnorm=True)  # else statistics differ by rank
     reduced = with_(reduced, "evaluation", eval_dims=[3])
     train(reduced, tmp_path / "one", device="cpu")
     reduced.save(tmp_path / "recipe.yaml")
@@ -149,7 +149,7 @@ SIZES = sorted(
 def test_train_and_evaluate_agree_on_recipe_sizes(
     tmp_path, cache, short_side, image_size, resize, crop_size, squash
 ):
-    """For every shipped recipe's sizes; images are larger than all of them, and not square."""
+    """For the sizes of every shipped recipe; images are larger and not square."""
     sides = {"short_side": short_side, "crop_size": crop_size}
     draw = np.random.default_rng(0)
     for split in ("train", "test"):
@@ -186,7 +186,7 @@ def test_train_and_evaluate_agree_on_recipe_sizes(
 
 @pytest.fixture
 def difficult(tmp_path):
-    """A table with queries and a gallery; images lie on their side, one test image is broken."""
+    """A table with queries and a gallery, rotated images, and one broken test image."""
     draw = np.random.default_rng(0)
     sideways = Image.Exif()
     sideways[0x0112] = 6
@@ -233,7 +233,7 @@ def test_train_and_evaluate_agree_on_difficult_data(difficult, cache, tmp_path, 
     found = evaluate_embedder(embedder, catalog.subset(test))
     assert found == results["selected"]["test"]
     assert found["queries"] == 6
-    # No image of the held-out classes has a role: they are compared all against all.
+    # Held-out images have no roles: they are compared all against all.
     unseen = set(catalog.filter(split="train").class_names) - set(embedder.class_names)
     rows = [i for i, label in enumerate(catalog.labels) if label in unseen]
     found = evaluate_embedder(embedder, catalog.subset(rows))
@@ -243,7 +243,7 @@ def test_train_and_evaluate_agree_on_difficult_data(difficult, cache, tmp_path, 
 
 
 def with_distractors(folder, recipe, *, skip=1):
-    """MAP@R of held-out queries one by one, with every skip-th training image in the gallery."""
+    """Return MAP@R of held-out queries by brute force, with every skip-th training image."""
     catalog = open_dataset("folder", recipe.data.root)
     rows = split_rows(catalog, recipe).rows
     gallery = np.concatenate([rows["held_out"], rows["train"][::skip]])
@@ -271,7 +271,7 @@ def test_selection_metric_with_distractors_equals_brute_force(
     expected = with_distractors(tmp_path / "all", recipe)
     assert scores["with_distractors"] == {"map@r": pytest.approx(expected)}
     assert scores["with_distractors"]["map@r"] < scores["map@r"]
-    # Of many training images some are taken, evenly.
+    # Training images are sampled evenly.
     monkeypatch.setattr(evaluator, "MAX_DISTRACTORS", 15)
     scores = train(recipe, tmp_path / "few", device="cpu")["selected"]["held_out"]
     assert scores["with_distractors"]["map@r"] == pytest.approx(

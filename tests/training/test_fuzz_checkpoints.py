@@ -1,4 +1,4 @@
-"""Run folders damaged at random: the same run, or a message; never another run without a word."""
+"""Randomly damaged run folders resume to the same run or raise an error."""
 
 import random
 import shutil
@@ -44,7 +44,7 @@ def cut(draw, content):
 
 
 def overwrite(draw, content):
-    """Let a block be zeros, as after a power cut."""
+    """Zero a block, as after a power failure."""
     start = draw.randrange(len(content) + 1)
     block = content[start : start + draw.choice([1, 512, 4096])]
     return content[:start] + bytes(len(block)) + content[start + len(block) :]
@@ -59,7 +59,7 @@ def lines_changed(draw, content):
 
 
 def damage(draw, out):
-    """Do something to a file or two."""
+    """Damage one or two files."""
     kind = draw.randrange(8)
     there = [name for name in FILES if (out / name).exists()]
     checkpoints = [out / name for name in CHECKPOINTS if name in there]
@@ -79,8 +79,8 @@ def damage(draw, out):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_damaged_run_resumes_or_raises(recipe, whole, cut_off, tmp_path, seed):
-    draw, out = random.Random(seed), shutil.copytree(cut_off, tmp_path / "run")
+def test_damaged_run_resumes_or_raises(recipe, whole, interrupted_run, tmp_path, seed):
+    draw, out = random.Random(seed), shutil.copytree(interrupted_run, tmp_path / "run")
     for _ in range(draw.choice([1, 1, 2, 3])):
         damage(draw, out)
     messages, message = Messages(), ""

@@ -1,4 +1,4 @@
-"""Limits of a run: `training.max_steps`, `training.max_time`; and the warm-up of the rates."""
+"""Limits of a run, `training.max_steps` and `training.max_time`, and learning-rate warm-up."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_max_steps_ends_training_within_an_epoch(recipe, tmp_path):
 
 @pytest.mark.parametrize("step", [3, 6])
 def test_killed_run_with_max_steps_resumes_bit_exactly(recipe, tmp_path, step):
-    """Also if it is killed after its last step, before its end is saved."""
+    """Also if killed after the last step, before the end is saved."""
     limited = recipe.override({"training.max_steps": 6, "schedule.warmup_steps": 5})
     killed_at(step, limited, tmp_path / "run")
     train(limited, tmp_path / "run")

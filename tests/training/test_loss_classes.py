@@ -1,4 +1,4 @@
-"""Losses of the recipe as ``module:Class``, from the command line too."""
+"""Custom losses as ``module:Class``, in recipes and on the command line."""
 
 import sys
 

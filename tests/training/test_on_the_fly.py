@@ -1,4 +1,4 @@
-"""Training without a cache: the batches, the run and its figures are those of the pixel cache."""
+"""Training without a pixel cache has the same batches and results."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ from tests.training.tiny import make_recipe, with_
 
 @pytest.fixture
 def workers(monkeypatch):
-    """Let a few images be decoded by two workers; return those that were started."""
+    """Use two workers even for few images; return the started ones."""
     monkeypatch.setattr(loader, "MIN_IMAGES", 4)
     monkeypatch.setattr(loader, "cores", lambda: 2)
     started = set()
@@ -87,7 +87,7 @@ def test_ranks_decode_only_their_part(recipe, monkeypatch):
 
 @pytest.fixture(scope="module")
 def cached_run(images, cache, tmp_path_factory):
-    """A whole run from the pixel cache, to which others are compared."""
+    """The reference run, from the pixel cache."""
     recipe = make_recipe(images, cache, data={"cache": "pixels"})
     out = tmp_path_factory.mktemp("cached") / "run"
     train(recipe, out)
@@ -131,7 +131,7 @@ def test_run_whose_worker_is_killed_continues_in_threads(
 
     monkeypatch.setattr(loader._Tasks, "__getitem__", die)
     none = with_(recipe, "data", cache="none")
-    # A DataLoader of the main thread, as other tests use it, installs a handler that raises there.
+    # A DataLoader in the main thread, as in other tests, installs a handler that raises there.
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         with pytest.warns(UserWarning, match="continues in threads"):
@@ -201,7 +201,7 @@ def test_shards_are_streamed_and_resumed(recipe, shards, workers, tmp_path):
 
 
 class TestBroken:
-    """Images that cannot be read, found before training or in the midst of it."""
+    """Unreadable images, detected before or during training."""
 
     @pytest.fixture
     def own(self, recipe, images, tmp_path):

@@ -64,8 +64,8 @@ def test_scores_and_confusions_equal_brute_force(count, classes, mixture, simila
     draw = np.random.default_rng(seed)
     labels = draw.integers(0, classes, count)
     roles = draw.choice(mixture, count).tolist()
-    # Few small whole numbers: copies of a row are other rows, and may be found. For cosines all of
-    # one length, so that ties are ties in any arithmetic.
+    # Small integers: duplicate rows are distinct items, which may be retrieved. For cosines all
+    # rows have one norm, so that ties are exact.
     vectors = draw.integers(-2, 3, (count, 3)).astype(np.float32)
     if similarity == "cosine":
         vectors = draw.choice([-1, 1], (count, 4)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A rank that is missing, stopped, killed or hangs ends the others, and the run resumes."""
+"""A missing, stopped, killed or hanging rank ends the others, and the run resumes."""
 
 import random
 import re
@@ -15,12 +15,12 @@ from tests.training.ranks import (
     EPOCH,
     EVALUATION,
     FREEZE,
-    LEFT,
-    MIDST,
+    REPORT_THREADS,
     SETUP,
+    STEP,
     TRAIN,
     Ranks,
-    happens,
+    with_failure,
 )
 from tests.training.runs import assert_same_run, state_of
 from tests.training.tiny import tiny_values
@@ -28,7 +28,7 @@ from tests.training.tiny import tiny_values
 
 @pytest.fixture(scope="module")
 def begin(server, images, cache):
-    """Start ranks that train below a folder; what is still there in the end is killed."""
+    """Start ranks that train in a folder; kill the remaining ones at the end."""
     started = []
 
     def begin(home, code=TRAIN, size=2, missing=(), timeout=60, **training):
@@ -64,11 +64,11 @@ def last_line(ranks, rank):
 @pytest.mark.slow
 def test_resume_after_killed_ranks_is_bit_exact(begin, tmp_path):
     home = tmp_path / "killed"
-    ranks = begin(home, happens(DIE, 1, MIDST, 3), checkpoint_steps=2)
+    ranks = begin(home, with_failure(DIE, 1, STEP, 3), checkpoint_steps=2)
     assert ranks.ended() == [1, -9]
     assert "lost another rank" in last_line(ranks, 0)
     assert saved_step(home) == 2
-    ranks = begin(home, happens(DIE, 0, EVALUATION, 2), checkpoint_steps=2)
+    ranks = begin(home, with_failure(DIE, 0, EVALUATION, 2), checkpoint_steps=2)
     assert ranks.ended() == [-9, 1]
     assert "lost another rank" in last_line(ranks, 1)
     assert begin(home).ended() == [0, 0]
@@ -85,7 +85,7 @@ def test_rank_that_never_starts_ends_the_other(begin, tmp_path, missing):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_fails_in_setup_ends_the_other(begin, tmp_path, rank):
-    ranks = begin(tmp_path, happens("raise OSError('no such folder')", rank, SETUP, 1))
+    ranks = begin(tmp_path, with_failure("raise OSError('no such folder')", rank, SETUP, 1))
     assert ranks.ended() == [1, 1]
     assert last_line(ranks, rank) == "proximetry: no such folder"
     assert "lost another rank" in last_line(ranks, 1 - rank)
@@ -94,7 +94,7 @@ def test_rank_that_fails_in_setup_ends_the_other(begin, tmp_path, rank):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_frozen_rank_ends_the_other_within_the_timeout(begin, tmp_path, rank):
-    ranks = begin(tmp_path, happens(FREEZE, rank, MIDST, 3), timeout=3)
+    ranks = begin(tmp_path, with_failure(FREEZE, rank, STEP, 3), timeout=3)
     assert ranks.ended(1 - rank) == [1]
     assert "lost another rank" in last_line(ranks, 1 - rank)
     assert RANK_TIMEOUT in last_line(ranks, 1 - rank)
@@ -102,7 +102,7 @@ def test_frozen_rank_ends_the_other_within_the_timeout(begin, tmp_path, rank):
 
 @pytest.mark.slow
 def test_error_on_one_rank_ends_the_other(begin, tmp_path):
-    ranks = begin(tmp_path, happens("raise OSError('the disk is gone')", 1, EPOCH, 1))
+    ranks = begin(tmp_path, with_failure("raise OSError('the disk is gone')", 1, EPOCH, 1))
     assert ranks.ended() == [1, 1]
     assert last_line(ranks, 1) == "proximetry: the disk is gone"
     assert "lost another rank" in last_line(ranks, 0)
@@ -110,7 +110,7 @@ def test_error_on_one_rank_ends_the_other(begin, tmp_path):
 
 @pytest.mark.slow
 def test_stopped_ranks_end(begin, tmp_path):
-    """Gloo's threads may be freeing tensors just then."""
+    """Gloo's threads may be freeing tensors at that time."""
     draw = random.Random(0)
     for number in range(3):
         home = tmp_path / str(number)
@@ -125,8 +125,8 @@ def test_stopped_ranks_end(begin, tmp_path):
 
 @pytest.mark.slow
 def test_process_group_is_destroyed_after_a_stop(begin, tmp_path):
-    """Nothing may free it later, while the interpreter is held that gloo's threads may need."""
-    ranks = begin(tmp_path, LEFT, epochs=500)
+    """Freeing it later could deadlock with gloo's threads, which need the interpreter lock."""
+    ranks = begin(tmp_path, REPORT_THREADS, epochs=500)
     ranks.until((tmp_path / "run" / "checkpoints" / "last.safetensors").exists)
     ranks.send(0, signal.SIGTERM)
     assert ranks.ended() == [0, 0]

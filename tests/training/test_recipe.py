@@ -210,7 +210,7 @@ def test_image_size_resets_the_sizes_that_belong_to_it(tmp_path):
         ({"freeze_backbone": False}, (2048, 512, 0.25, 0.2, (128, 64))),
     ],
 )
-def test_change_resets_keys_it_makes_meaningless(changes, left, tmp_path):
+def test_change_resets_keys_it_invalidates(changes, left, tmp_path):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"base": "best-cub", "model": changes}))
     for recipe in (
         Recipe.load("best-cub", {"model": changes}),
@@ -290,7 +290,7 @@ def test_path_of_weights_is_not_a_computation_key(tmp_path):
     for path in paths[:2]:
         path.parent.mkdir()
         path.write_text("")
-    with pytest.raises(RunError, match=r"another recipe: model\.weights .*a/w → .*b/w"):
+    with pytest.raises(RunError, match=r"a different recipe: model\.weights .*a/w → .*b/w"):
         folder.resolve(moved)
 
 

@@ -1,4 +1,4 @@
-"""RegularFace (Zhao et al. 2019): its optimisation, its terms, its recipes."""
+"""RegularFace (Zhao et al. 2019): its optimization, its terms, its recipes."""
 
 import json
 
@@ -15,7 +15,7 @@ RECIPES = [name for name in shipped_recipes() if name.startswith("regularface/")
 
 
 class Lengths(Callback):
-    """How far the proxies are from the unit sphere after each step."""
+    """Records the distance of the proxies from the unit sphere after each step."""
 
     def __init__(self):
         self.seen = []
@@ -37,7 +37,7 @@ def test_projected_proxies_have_unit_length(name, recipe, tmp_path):
     train(recipe.override(changes), tmp_path / "b", device="cpu", callbacks=[free])
     assert len(projected.seen) > 10
     assert max(projected.seen) < 1e-6
-    assert min(free.seen) > 1e-3  # their length is left to itself
+    assert min(free.seen) > 1e-3  # their norm is free
 
 
 def objective(**config):
@@ -95,7 +95,7 @@ def test_regularface_recipes():
 
 
 def test_regularface_recipe_trains_on_aligned_faces(tmp_path, cache):
-    """Crops of 112 × 96, flipped and nothing else, through SphereFace's network."""
+    """Center crops of 112 × 96 with flips, SphereFace's network."""
     draw = torch.Generator().manual_seed(0)
     for person in ("Ann", "Bo", "Cy"):
         (tmp_path / "faces" / person).mkdir(parents=True)
@@ -127,6 +127,6 @@ def test_square_faces_are_rejected_with_advice(tmp_path, cache):
         "training": {"epochs": 1},
     }
     recipe = Recipe.load("regularface/softmax", changes)
-    message = r"too few for a crop of 112×96; use a short side of 112 \(model.resize\)"
+    message = r"too few for a crop of 112×96. Use a short side of 112 \(model.resize\)"
     with pytest.raises(ValueError, match=message):
         train(recipe, tmp_path / "run", device="cpu")

@@ -1,4 +1,4 @@
-"""Output of a run on the terminal: a live display, plain lines."""
+"""Terminal output of a run: a live display or plain lines."""
 
 import io
 import itertools
@@ -44,7 +44,7 @@ def test_plain_display_prints_a_line_per_epoch(recipe, tmp_path, capsys):
 def test_plain_display_prints_progress_once_a_minute(capsys, monkeypatch):
     display, now = PlainDisplay(), 1000.0
     monkeypatch.setattr("proximetry.training.reporting.time.monotonic", lambda: now)
-    for _ in range(2):  # those to train on and those to evaluate, each in two minutes
+    for _ in range(2):  # training and evaluation images, two minutes each
         for number in range(121):
             display.progress("decoding", 10 * number, 1200)
             now += 1
@@ -52,8 +52,8 @@ def test_plain_display_prints_progress_once_a_minute(capsys, monkeypatch):
     assert capsys.readouterr().out.splitlines() == ["decoding: 600 of 1 200, about 60 s left"] * 2
 
 
-# Begins to decode when a file is there.
-HELD = """
+# Decodes once a file exists.
+WAITING_RUN = """
 import sys, time
 from pathlib import Path
 from proximetry.data import pixel_cache
@@ -76,7 +76,7 @@ def test_concurrent_runs_build_one_cache(images, server, tmp_path):
     def begin(name, ranks=0):
         home = tmp_path / name
         home.mkdir()
-        words = HELD + TRAIN, tmp_path / "recipe.yaml", home / "run", gate
+        words = WAITING_RUN + TRAIN, tmp_path / "recipe.yaml", home / "run", gate
         (home / "rank0.log").touch()
         if ranks:
             started.append(Ranks(server, home, *words, size=ranks))

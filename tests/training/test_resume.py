@@ -29,7 +29,14 @@ from proximetry.training.checkpoint import CheckpointError
 from proximetry.training.dry_run import dry_run
 from proximetry.training.updater import Updater
 from tests.processes import Process
-from tests.training.runs import Messages, OnStep, assert_same_run, fail, killed_at, observed
+from tests.training.runs import (
+    Messages,
+    OnStep,
+    assert_same_run,
+    fail,
+    killed_at,
+    set_selection_values,
+)
 from tests.training.tiny import make_recipe, with_
 
 
@@ -39,8 +46,8 @@ def recipe(images, cache):
 
 
 @pytest.fixture
-def run(cut_off, tmp_path):
-    return RunFolder(shutil.copytree(cut_off, tmp_path / "run"))
+def run(interrupted_run, tmp_path):
+    return RunFolder(shutil.copytree(interrupted_run, tmp_path / "run"))
 
 
 # Images and recipe of a run
@@ -56,18 +63,18 @@ OTHER_IMAGES = {
     "class00.*zebra": lambda root: (root / "class00").rename(root / "zebra"),
     "52 images.*class99": lambda root: shutil.copytree(root / "class03", root / "class99"),
     "class05: 3 images instead of 4": lambda root: (root / "class05" / "1.png").unlink(),
-    "other image files": exchange_images,
+    "different image files": exchange_images,
 }
 
 
-def test_run_does_not_resume_on_other_images(images, cache, tmp_path):
+def test_run_does_not_resume_on_different_images(images, cache, tmp_path):
     recipe = make_recipe(shutil.copytree(images, tmp_path / "images"), cache)
     killed_at(5, recipe, tmp_path / "run")
     before = RunFolder(tmp_path / "run").last.read_bytes()
     for changes, change in OTHER_IMAGES.items():
         root = shutil.copytree(images, tmp_path / changes[:7])
         change(root)
-        with pytest.raises(RunError, match=f"other images: .*{changes}.*--fresh"):
+        with pytest.raises(RunError, match=f"different images: .*{changes}.*--fresh"):
             train(with_(recipe, "data", root=str(root)), tmp_path / "run")
     assert RunFolder(tmp_path / "run").last.read_bytes() == before
     train(with_(recipe, "training", epochs=1), tmp_path / "run", resume=False)
@@ -84,7 +91,7 @@ def test_images_may_move_but_not_change_split(images, cache, tmp_path):
     moved = shutil.copytree(images, tmp_path / "moved")
     with pytest.raises(RunError, match="split train: 47"):
         train(table("b.csv", moved, "test"), tmp_path / "run")
-    train(table("c.csv", moved, "train"), tmp_path / "run")  # whose paths are absolute
+    train(table("c.csv", moved, "train"), tmp_path / "run")  # with absolute paths
 
 
 def test_checkpoint_of_another_run_is_rejected(recipe, run, tmp_path):
@@ -92,7 +99,7 @@ def test_checkpoint_of_another_run_is_rejected(recipe, run, tmp_path):
     killed_at(3, other, tmp_path / "other")
     shutil.copy(RunFolder(tmp_path / "other").last, run.last)
     run.best.unlink()
-    with pytest.raises(RunError, match=r"last.safetensors .*another recipe: .*seed"):
+    with pytest.raises(RunError, match=r"last.safetensors .*a different recipe: .*seed"):
         train(recipe, run.path)
     run.recipe.write_text("data: [")
     with pytest.raises(RunError, match=r"recipe.yaml.*--fresh"):
@@ -101,7 +108,7 @@ def test_checkpoint_of_another_run_is_rejected(recipe, run, tmp_path):
 
 @pytest.mark.parametrize("two_stages", [False, True])
 def test_invalid_fresh_start_keeps_the_run(recipe, run, two_stages):
-    """Also if only the last part of a run rejects the recipe."""
+    """Also if the last part of a run rejects the recipe."""
     out = run.path
     if two_stages:
         out = run.path.rename(run.path.parent / "first-stage").parent
@@ -126,7 +133,7 @@ def damage(path):
 @pytest.mark.parametrize("name", ["last", "best"])
 @pytest.mark.parametrize("lose", [os.unlink, damage])
 def test_lost_or_damaged_checkpoint_is_an_error(recipe, run, monkeypatch, name, lose):
-    observed(monkeypatch, [0.5, 0.9, 0.4])
+    set_selection_values(monkeypatch, [0.5, 0.9, 0.4])
     lose(getattr(run, name))
     with pytest.raises(ValueError, match=rf"{name}.safetensors.*--fresh"):
         train(recipe, run.path)
@@ -137,7 +144,7 @@ def test_lost_or_damaged_checkpoint_is_an_error(recipe, run, monkeypatch, name, 
 def test_best_checkpoint_is_a_link_to_the_last_one(recipe, tmp_path, monkeypatch, links):
     if not links:
         monkeypatch.setattr(os, "link", lambda *_: fail(OSError("no links")))
-    observed(monkeypatch, [0.5])
+    set_selection_values(monkeypatch, [0.5])
     train(with_(recipe, "training", epochs=1, keep_checkpoint_every=1), tmp_path / "run")
     run = RunFolder(tmp_path / "run")
     for path in (run.best, run.epoch_checkpoint(1)):
@@ -146,7 +153,7 @@ def test_best_checkpoint_is_a_link_to_the_last_one(recipe, tmp_path, monkeypatch
 
 
 def test_run_killed_before_linking_the_best_checkpoint_resumes(recipe, tmp_path, monkeypatch):
-    observed(monkeypatch, [0.5, 0.9, 0.4])
+    set_selection_values(monkeypatch, [0.5, 0.9, 0.4])
     train(recipe, tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "link_checkpoints", lambda *_: fail(SystemError("killed")))
@@ -200,7 +207,7 @@ def test_complete_run_without_checkpoints_is_not_trained_again(recipe, whole, tm
 
 
 def forge(path, change):
-    """Write a checkpoint with something else in its header, and with the right checksum."""
+    """Write a checkpoint with a changed header and a valid checksum."""
     header = json.loads(safe_open(path, "pt").metadata()["proximetry"])
     change(header)
     header["checksum"] = CHECKSUM_PLACEHOLDER
@@ -241,7 +248,7 @@ def test_truncated_pixel_cache_stops_the_run_and_is_rebuilt(recipe, tmp_path):
     recipe = recipe.override({"data.cache": "pixels", "data.cache_dir": str(tmp_path / "cache")})
 
     class Truncate(Callback):
-        def on_epoch_end(self, run, line):  # when no thread reads ahead
+        def on_epoch_end(self, run, line):  # no thread is prefetching
             (file,) = (tmp_path / "cache").glob("*/pixels.bin")
             os.truncate(file, 1000)
 
@@ -262,7 +269,7 @@ def test_damaged_metrics_are_named_with_their_line(run, line):
 
 
 def test_seconds_of_training_survive_a_kill(recipe, tmp_path, monkeypatch):
-    """A step takes a second; the first of a process, or with the backbone trained, is startup."""
+    """A step takes a second; the first of a process or with an unfrozen backbone is startup."""
     now = [0.0]
     update = Updater.backward
 
@@ -306,7 +313,7 @@ for file in sys.argv[2:]:
 
 @pytest.mark.slow
 def test_processes_killed_at_random_moments_end_with_the_same_run(server, recipe, tmp_path):
-    """With SIGKILL, before any file is written, renamed or removed."""
+    """SIGKILL before a random file is written, renamed or removed."""
     rare = {"checkpoint_epochs": 3, "checkpoint_steps": 0}
     recipes = {
         "often": with_(recipe, "training", checkpoint_steps=1),
@@ -359,7 +366,7 @@ def test_only_partial_files_of_runs_are_removed(recipe, run):
     theirs = [
         run.path / ".movie.mkv.part",
         run.path
-        / f".proximetry-{32 * 'a'}-scores.json.part",  # of another command, perhaps at work
+        / f".proximetry-{32 * 'a'}-scores.json.part",  # of another command, which may be running
         run.last.parent / ".last.safetensors.part",
         run.path / "downloads" / f".proximetry-{32 * 'a'}-metrics.jsonl.part",
     ]
@@ -442,7 +449,7 @@ def test_weights_not_finite_after_the_last_step_of_an_epoch(recipe, tmp_path, st
         train(recipe, tmp_path / "run", callbacks=[Poison()])
     folder = RunFolder(tmp_path / "run")
     assert f"The last good checkpoint is {folder.last}" in str(caught.value)
-    train(recipe, folder.path)  # which was not spoiled
+    train(recipe, folder.path)  # not corrupted
 
 
 def test_embeddings_not_finite_name_their_images(recipe, tmp_path):

@@ -1,4 +1,4 @@
-"""Runs with sharded proxies: any number of ranks, and checkpoints that open on any number."""
+"""Runs with sharded proxies, on any number of ranks; checkpoints load on any number."""
 
 from types import SimpleNamespace
 
@@ -11,12 +11,12 @@ from proximetry.losses import sharded
 from proximetry.recipe.loading import RecipeError
 from proximetry.reports.run_proxies import read_proxies
 from proximetry.training import RunFolder, checkpoint, train
-from tests.training.ranks import DIE, MIDST, RUN, Ranks, happens
+from tests.training.ranks import DIE, RUN, STEP, Ranks, with_failure
 from tests.training.tiny import make_images, make_recipe
 
 
 def sharded_recipe(images, cache, **training):
-    """No batch statistics, which each rank would take from its own part of the batch."""
+    """Without batch statistics, which differ by rank."""
     return make_recipe(
         images,
         cache,
@@ -29,7 +29,7 @@ def sharded_recipe(images, cache, **training):
 
 
 def all_tensors(folder):
-    """The tensors of the last checkpoint; those of its shards concatenated."""
+    """Return the tensors of the last checkpoint, those of its shards concatenated."""
     saved = RunFolder(folder)
     tensors = load_file(saved.last)
     names = checkpoint.read_header(saved.last)[0]["state"]["shards"]
@@ -46,7 +46,7 @@ def test_run_continues_on_another_number_of_ranks(server, cache, tmp_path):
     train(longer, tmp_path / "one", device="cpu")
     out, recipe = tmp_path / "out", tmp_path / "recipe.yaml"
     sharded_recipe(images, cache, epochs=2).save(recipe)
-    for size, code, ended in ((2, happens(DIE, 1, MIDST, 3), [1, -9]), (3, RUN, [0, 0, 0])):
+    for size, code, ended in ((2, with_failure(DIE, 1, STEP, 3), [1, -9]), (3, RUN, [0, 0, 0])):
         ranks = Ranks(server, tmp_path / str(size), code, recipe, out, size=size)
         assert ranks.ended() == ended, ranks.output(0) + ranks.output(1)
         shards = list((out / "checkpoints").glob("shard-*"))

@@ -1,4 +1,4 @@
-"""The size of the functions of `proximetry.training`."""
+"""The number of parameters of functions in `proximetry.training`."""
 
 import ast
 from pathlib import Path

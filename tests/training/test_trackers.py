@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard, Weights & Biases, MLflow; resumed, closed, without repeated epochs."""
+"""TensorBoard, Weights & Biases and MLflow logs are resumed and closed, without repeated epochs."""
 
 import sys
 import types
@@ -63,7 +63,7 @@ def test_tracker_may_be_none_or_not_installed(recipe, tmp_path, monkeypatch):
 
 @pytest.fixture
 def wandb_calls(monkeypatch):
-    """What is called of a stand-in for Weights & Biases, which knows its runs by id."""
+    """Record the calls of a fake Weights & Biases, which keeps its runs by id."""
     calls, last_steps = [], {}
 
     def init(project, name, config, dir, id, resume):
@@ -115,7 +115,7 @@ def test_wandb_run_does_not_repeat_epochs(killed, wandb_calls):
 
 
 class FakeClient:
-    """A stand-in for a server of MLflow."""
+    """A fake MLflow server."""
 
     experiments, runs = [], {}
 

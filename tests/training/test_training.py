@@ -1,4 +1,4 @@
-"""Training: it learns, continues bit for bit, stops on request, and reports errors."""
+"""Training learns, resumes bit for bit, stops on request, and reports errors."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ from tests.training.runs import (
     assert_same_run,
     fail,
     killed_at,
-    observed,
+    set_selection_values,
     state_of,
     tensors,
 )
@@ -130,7 +130,7 @@ def test_cuda_graph_trains_like_eager_mode(images, cache, tmp_path):
         train(with_(recipe, "training", cuda_graph=graph), tmp_path / name)
         losses[name] = [line["loss"] for line in RunFolder(tmp_path / name).history()]
     assert losses["again"] == losses["graphed"]
-    # The kernels of the graph round differently, which training amplifies.
+    # Kernels in the graph round differently, which training amplifies.
     assert losses["graphed"][0] == pytest.approx(losses["plain"][0], rel=1e-5)
     assert losses["graphed"] == pytest.approx(losses["plain"], rel=1e-2)
 
@@ -188,7 +188,7 @@ def test_seed_determines_the_run(recipe, tmp_path):
 
 
 def test_resume_is_bit_exact(recipe, images, tmp_path):
-    """Also on moved images, and with other checkpoints and another cache."""
+    """Also with moved images, other checkpoint intervals and another cache."""
     recipe = with_(recipe, "training", checkpoint_steps=2, ema=0.9)
     train(recipe, tmp_path / "whole")
     moved = shutil.copytree(images, tmp_path / "elsewhere")
@@ -212,7 +212,7 @@ def quick(recipe):
 
 @contextmanager
 def killed_at_call(number, monkeypatch, *names):
-    """Fail at the n-th call of functions of `os`; the list it yields is empty if it did not."""
+    """Fail at the n-th call of functions of `os`; yield a list that is empty if none failed."""
     calls, failed = itertools.count(1), []
 
     def failing(function):
@@ -234,7 +234,7 @@ def killed_at_call(number, monkeypatch, *names):
 
 
 def test_run_killed_at_any_write_resumes_bit_exact(recipe, tmp_path, monkeypatch):
-    """Also between a line of metrics.jsonl, the best checkpoint, the last one and the results."""
+    """Also between writing metrics.jsonl, the best and the last checkpoint, and the results."""
     recipe = quick(recipe).override({"training": {"epochs": 2, "checkpoint_epochs": 2}})
     train(recipe, tmp_path / "whole")
     for number in itertools.count(1):
@@ -243,7 +243,7 @@ def test_run_killed_at_any_write_resumes_bit_exact(recipe, tmp_path, monkeypatch
         if not killed:
             break
         evaluated = [line["epoch"] for line in RunFolder(tmp_path / f"cut{number}").history()]
-        if evaluated and evaluated[-1] > 0:  # what there is so far can be used
+        if evaluated and evaluated[-1] > 0:  # the embedder so far is usable
             Embedder.load(tmp_path / f"cut{number}" / "embedder")
         train(recipe, tmp_path / f"cut{number}")
         assert_same_run(tmp_path / "whole", tmp_path / f"cut{number}")
@@ -263,9 +263,9 @@ def test_interrupted_fresh_start_mixes_no_runs(recipe, tmp_path, monkeypatch):
         assert killed
         folder = RunFolder(out)
         if folder.recipe.exists() and Recipe.load(folder.recipe).optimizer == changed.optimizer:
-            break  # started again
-        if folder.last.exists():  # what is left of the old one can be continued
-            with pytest.raises(RunError, match="started with another recipe"):
+            break  # started over
+        if folder.last.exists():  # the rest of the old run can be resumed
+            with pytest.raises(RunError, match="started with a different recipe"):
                 train(changed, out)
             train(recipe, out)
             assert_same_run(tmp_path / "old", out)
@@ -276,7 +276,7 @@ def test_interrupted_fresh_start_mixes_no_runs(recipe, tmp_path, monkeypatch):
 
 
 def test_plateau_schedule_resumes(recipe, tmp_path, monkeypatch):
-    observed(monkeypatch, [0.5, 0.4, 0.5, 0.3, 0.5, 0.2])  # an equal epoch is no better one
+    set_selection_values(monkeypatch, [0.5, 0.4, 0.5, 0.3, 0.5, 0.2])  # a tie is no improvement
     recipe = recipe.override({"schedule": {"name": "plateau", "patience": 1}, "training.epochs": 6})
     results = train(recipe, tmp_path / "whole")
     assert results["drops"] == [3, 5]
@@ -309,7 +309,7 @@ if os.fork():
 
 
 def start_and_wait(server, recipe, home, step, code=SCRIPT):
-    """Train in another process; return it when it has made a step and waits there."""
+    """Train in another process; return it when it waits after a step."""
     recipe.save(home / "recipe.yaml")
     (home / "hold").touch()
     process = Process(server, home / "log", code, home / "recipe.yaml", home / "run", step)
@@ -349,15 +349,15 @@ def test_signal_saves_a_checkpoint(server, recipe, tmp_path, number):
 
 
 @pytest.mark.slow
-def test_run_stops_when_its_parent_is_gone(server, recipe, tmp_path, monkeypatch):
-    """With PROXIMETRY_FOLLOW_PARENT it stops and saves when the process that started it is gone."""
+def test_run_stops_when_its_parent_exits(server, recipe, tmp_path, monkeypatch):
+    """With PROXIMETRY_FOLLOW_PARENT the run stops and saves when the parent process exits."""
     recipe = with_(recipe, "training", epochs=200)
     parent = start_and_wait(server, recipe, tmp_path, 5, CHILD + SCRIPT)
     parent.kill()
     (tmp_path / "hold").unlink()
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 600)
     folder = RunFolder(tmp_path / "run")
-    folder.acquire()  # which waits for the run to leave
+    folder.acquire()  # waits for the run to exit
     folder.release()
     assert state_of(folder.last)["state"]["step"] in (5, 6)
 
@@ -451,7 +451,7 @@ def test_every_loss_trains(images, cache, tmp_path, name):
 
 
 def test_moving_average_equals_float64_mean(recipe, tmp_path):
-    """Of the weights, from a plain mean on; buffers are those of the last step."""
+    """An average of the weights that starts as a plain mean; buffers are those of the last step."""
 
     class Mean(Callback):
         def on_start(self, run):
@@ -563,7 +563,7 @@ def test_freeze_backbone_epochs(images, cache, tmp_path):
 def test_last_of_equal_epochs_is_selected():
     state = TrainState(torch.zeros(()), torch.full((), -1))
     improved = []
-    for value in (0.5, 0.6, 0.4, 0.6, 0.3):  # an equal one is selected, but no improvement
+    for value in (0.5, 0.6, 0.4, 0.6, 0.3):  # a tie is selected but is no improvement
         state.epoch += 1
         improved.append(state.observe(value))
     assert improved == [True, True, False, False, False]
@@ -571,7 +571,7 @@ def test_last_of_equal_epochs_is_selected():
 
 
 def test_early_stopping_saves_the_selected_epoch(images, cache, tmp_path, monkeypatch, capsys):
-    observed(monkeypatch, [0.9, 0.8, 0.7, 0.6])
+    set_selection_values(monkeypatch, [0.9, 0.8, 0.7, 0.6])
     recipe = make_recipe(images, cache, training={"epochs": 20, "stop_after": 3})
     results = train(recipe, tmp_path / "run", display=PlainDisplay())
     assert results["epochs"] == 4
@@ -610,7 +610,7 @@ def test_two_stages_repeat_learning_rate_drops(images, cache, tmp_path):
             begin(with_(recipe, "training", epochs=9), tmp_path / "run")
         with pytest.raises(FolderError, match="without two stages"):
             begin(recipe, tmp_path / "run" / "second-stage")
-    # A first stage that begins anew makes the second one worthless.
+    # A first stage that starts over invalidates the second one.
     killed_at(1, recipe, tmp_path / "run", resume=False)
     assert not (tmp_path / "run" / "second-stage" / "results.json").exists()
     assert train(recipe, tmp_path / "run")["last"] == results["last"]
@@ -671,7 +671,7 @@ def test_unusable_run_folders_are_rejected(recipe, tmp_path, monkeypatch):
     for begin in (train, dry_run):
         with pytest.raises(FolderError, match="is not empty"):
             begin(two_stages, tmp_path / "mine")
-    unwritable = [Path("/proc/run")] if sys.platform == "linux" else []  # for root too
+    unwritable = [Path("/proc/run")] if sys.platform == "linux" else []  # not even by root
     with monkeypatch.context() as patch:
         denied = PermissionError(13, "Permission denied")
         patch.setattr(files, "TemporaryFile", lambda dir: fail(denied))
@@ -686,7 +686,7 @@ def test_unusable_run_folders_are_rejected(recipe, tmp_path, monkeypatch):
     changed = with_(with_(recipe, "training", epochs=1), "optimizer", lr=0.5)
     with pytest.raises(RunError, match=r"optimizer.lr 0.001 → 0.5.*--fresh"):
         train(changed, tmp_path / "run")
-    # Checkpoints and results without a recipe may be of another run.
+    # Checkpoints and results without a recipe may belong to another run.
     (tmp_path / "run" / "recipe.yaml").unlink()
     with pytest.raises(RunError, match="is not empty"):
         train(changed, tmp_path / "run")
@@ -728,7 +728,7 @@ def test_invalid_recipe_creates_no_folder(images, cache, tmp_path, monkeypatch, 
 
 
 def test_recipe_can_change_before_the_first_checkpoint(recipe, tmp_path):
-    """Also where the first one got as far as its recipe: nothing was trained yet."""
+    """Also if the first run wrote its recipe before it was killed: nothing was trained."""
     out = tmp_path / "run"
     killed_at(1, recipe, out)
     assert (out / "recipe.yaml").exists()
@@ -738,7 +738,7 @@ def test_recipe_can_change_before_the_first_checkpoint(recipe, tmp_path):
 
 
 def test_optimizer_state_keeps_memory_format(tmp_path):
-    """A fused optimizer goes through memory: state laid out otherwise would be another's."""
+    """A fused optimizer ignores strides: state in another memory format would be permuted."""
     layer = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.randn(2, 3, 8, 8)).square().sum().backward()
@@ -793,7 +793,7 @@ def test_signal_interrupts_first_and_final_evaluation(recipe, tmp_path, monkeypa
 
 
 def test_untrained_evaluation_does_not_change_training(recipe, tmp_path, monkeypatch):
-    observed(monkeypatch, [0.0, 0.0])  # worse than any baseline
+    set_selection_values(monkeypatch, [0.0, 0.0])  # worse than the baseline
     recipe = recipe.override({"training": {"epochs": 2, "ema": 0.9}, "model": {"dropout": 0.3}})
     results = train(recipe, tmp_path / "with")
     without = train(with_(recipe, "evaluation", untrained=False), tmp_path / "without")
@@ -804,26 +804,26 @@ def test_untrained_evaluation_does_not_change_training(recipe, tmp_path, monkeyp
     line = RunFolder(tmp_path / "with").history()[0]
     assert (line["epoch"], line["step"], "loss" in line) == (0, 0, False)
     assert results["untrained"] == {"epoch": 0, "held_out": line["held_out"]}
-    # It is the network as the seed makes it.
+    # The network initialized from the seed.
     frozen = recipe.override({"optimizer.lr": 1e-20, "training.ema": 0.0})
     still = train(with_(frozen, "model", freeze_batchnorm=True), tmp_path / "still")
     assert still["last"]["held_out"] == results["untrained"]["held_out"]
 
 
 def test_saturated_metric_is_reported(recipe, tmp_path, monkeypatch, capsys):
-    observed(monkeypatch, [0.9, 1.0, 0.9, 1.0])
+    set_selection_values(monkeypatch, [0.9, 1.0, 0.9, 1.0])
     recipe = with_(with_(recipe, "training", epochs=4), "evaluation", select_by="recall@1")
     message = f"held-out recall@1 {WITH_DISTRACTORS} is 100 %: the metric is saturated"
     results = train(recipe, tmp_path / "run", display=PlainDisplay())
     assert message in results["notes"]
     assert capsys.readouterr().out.count(message) == 1
-    best = with_(recipe, "training", epochs=1)  # 90 % is a figure like any other
+    best = with_(recipe, "training", epochs=1)  # 90 % is not saturated
     notes = train(best, tmp_path / "other")["notes"]
     assert not any("saturated" in note for note in notes)
 
 
 def test_embedder_is_saved_after_each_selected_epoch(recipe, tmp_path, monkeypatch):
-    observed(monkeypatch, [0.2, 0.1, 0.2])
+    set_selection_values(monkeypatch, [0.2, 0.1, 0.2])
     saved = []
 
     class Watch(Callback):
@@ -859,7 +859,7 @@ def test_extended_run_equals_longer_run(recipe, tmp_path, capsys, schedule):
     short, long = (with_(recipe, "training", epochs=epochs) for epochs in (2, 4))
     train(long, tmp_path / "whole")
     first = train(short, tmp_path / "run")
-    killed_at(10, long, tmp_path / "run", display=PlainDisplay())  # it is still not complete
+    killed_at(10, long, tmp_path / "run", display=PlainDisplay())  # still incomplete
     assert "extended from 2 to 4 epochs" in capsys.readouterr().out
     assert RunFolder(tmp_path / "run").read_results() == first
     train(long, tmp_path / "run")
@@ -885,11 +885,11 @@ def test_impossible_extension_is_rejected(recipe, tmp_path):
 
 
 def test_early_stopped_run_resumes_with_more_patience(recipe, tmp_path, monkeypatch, capsys):
-    observed(monkeypatch, [0.9, 0.8, 0.7, 0.95, 0.6, 0.5])
+    set_selection_values(monkeypatch, [0.9, 0.8, 0.7, 0.95, 0.6, 0.5])
     recipe = with_(recipe, "training", epochs=5, stop_after=2)
     stopped = train(recipe, tmp_path / "run")
     assert stopped["epochs"] == 3
-    # With more epochs alone it would stop immediately, which is reported.
+    # With only more epochs it stops immediately, which is reported.
     longer = with_(recipe, "training", epochs=6)
     assert train(longer, tmp_path / "run", display=PlainDisplay()) == stopped
     assert "a larger training.stop_after resumes it" in capsys.readouterr().out

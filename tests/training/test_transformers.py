@@ -1,4 +1,4 @@
-"""Runs with transformers: layer-wise learning rates, LoRA, sizes of crops, the shipped recipes."""
+"""Runs with transformers: layer-wise learning rates, LoRA, crop sizes, the shipped recipes."""
 
 import pytest
 import timm
@@ -20,7 +20,7 @@ RECIPES = ("dinov2", "dinov3", "siglip")
 
 
 def recipe_for(images, cache, backbone="test_vit", **changes):
-    """A transformer of two by two patches."""
+    """A transformer with two by two patches."""
     changes["data"] = {"short_side": 32, **changes.get("data", {})}
     model = {"backbone": backbone, "image_size": 32, "resize": 32, "pooling": "auto"}
     changes["model"] = model | changes.get("model", {})
@@ -70,7 +70,7 @@ def rates(folder):
 
 
 def test_layer_decay_resumes_bit_exact(images, cache, tmp_path):
-    """With frozen layers at first, drops and clipping; what is reported is the last layer's."""
+    """With initially frozen layers, drops and clipping; the reported rate is the last layer's."""
     recipe = recipe_for(
         images,
         cache,
@@ -111,7 +111,7 @@ def test_layer_decay_slows_early_layers(images, cache, tmp_path):
 
 @pytest.mark.slow
 def test_lora_is_merged_saved_and_resumed(images, cache, tmp_path):
-    """Its moving average, that is."""
+    """The moving average is merged."""
     pytest.importorskip("peft")
     recipe = recipe_for(
         images,
@@ -134,7 +134,7 @@ def test_lora_is_merged_saved_and_resumed(images, cache, tmp_path):
     expected = dict(results["selected"]["held_out"])
     del expected["with_distractors"]
     assert found == expected
-    # The weights themselves are where they began.
+    # The base weights are unchanged.
     torch.manual_seed(recipe.training.seed)
     start = Embedder.create("test_vit", 8, weights="none", image_size=32).backbone.state_dict()
     checkpoint = tensors(tmp_path / "whole")

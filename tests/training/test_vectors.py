@@ -1,4 +1,4 @@
-"""Vectors instead of images: files of them, training on them, judging them; frozen backbones."""
+"""Vectors instead of images: files, training, evaluation; frozen backbones."""
 
 import json
 
@@ -20,8 +20,8 @@ from tests.training.tiny import make_recipe
 CLASSES, EACH, DIM = 12, 6, 10
 
 
-def made_up(seed=0):
-    """Linearly separable classes under noise that the map must learn to ignore."""
+def make_vectors(seed=0):
+    """Linearly separable classes with noise dimensions that training must suppress."""
     draw = np.random.default_rng(seed)
     labels = np.repeat(np.arange(CLASSES), EACH)
     signal = draw.normal(size=(CLASSES, DIM // 2))[labels]
@@ -41,7 +41,7 @@ def files(tmp_path_factory):
     from pyarrow import parquet
 
     home = tmp_path_factory.mktemp("vectors")
-    vectors, labels = made_up()
+    vectors, labels = make_vectors()
     splits = split_of(labels)
     np.savez(home / "v.npz", vectors=vectors, labels=labels, splits=splits)
     np.save(home / "v.npy", vectors)
@@ -60,7 +60,7 @@ def recipe_for(file, **changes):
 @pytest.mark.parametrize("suffix", [".npz", ".npy", ".parquet"])
 def test_vector_file_formats_are_equal(suffix, files):
     found = VectorCatalog.read(files / f"v{suffix}")
-    vectors, labels = made_up()
+    vectors, labels = make_vectors()
     np.testing.assert_array_equal(found.vectors, vectors)
     assert found.labels == tuple(map(str, labels))
     assert found.class_names == tuple(map(str, range(CLASSES)))
@@ -87,13 +87,13 @@ def test_training_on_vectors_resumes_and_evaluates_alike(files, tmp_path, capsys
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "run"), str(files / "v.npy"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["metrics"] == results["selected"]["test"]
-    # Embedded, the file can be judged without the embedder, with the same figures.
+    # The embedded file has the same metrics without the embedder.
     for suffix in (".npz", ".npy", ".parquet"):
         out = tmp_path / f"out{suffix}"
         assert main(["embed", str(tmp_path / "run"), str(files / "v.npz"), "--out", str(out)]) == 0
         again = VectorCatalog.read(out)
-        np.testing.assert_array_equal(again.vectors, embedder.encode(made_up()[0]).numpy())
-        assert again.labels == tuple(map(str, made_up()[1]))
+        np.testing.assert_array_equal(again.vectors, embedder.encode(make_vectors()[0]).numpy())
+        assert again.labels == tuple(map(str, make_vectors()[1]))
 
 
 def test_evaluate_takes_metrics_and_eval_dims_of_the_run(files, tmp_path, capsys):
@@ -120,7 +120,7 @@ def test_evaluate_takes_metrics_and_eval_dims_of_the_run(files, tmp_path, capsys
 def test_integer_labels_have_one_name_in_every_file(files, tmp_path, capsys):
     train(recipe_for(files / "v.npz"), tmp_path / "run")
     assert "7" in Embedder.load(tmp_path / "run").class_names
-    vectors, labels = made_up()
+    vectors, labels = make_vectors()
     np.savez(tmp_path / "other.npz", vectors=vectors, labels=np.where(labels == 7, 7, 100 + labels))
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "run"), str(tmp_path / "other.npz"), "--json"]) == 0
@@ -147,7 +147,7 @@ def test_train_command_uses_the_vectors_recipe(files, tmp_path, capsys, monkeypa
 
 
 def test_evaluate_vectors_equals_metrics(files, capsys):
-    vectors, labels = made_up()
+    vectors, labels = make_vectors()
     part = labels >= 9
     for words, similarity in (([], "cosine"), (["--similarity", "euclidean"], "euclidean")):
         assert main(["evaluate", str(files / "v.npz"), "--json", *words]) == 0
@@ -178,7 +178,7 @@ def write_parquet(file, **columns):
     [("embedding", "label"), ("embeddings", "y"), ("vector", "class"), ("vectors", "targets")],
 )
 def test_evaluate_accepts_common_names_of_columns(vectors_name, labels_name, tmp_path, capsys):
-    vectors, labels = made_up()
+    vectors, labels = make_vectors()
     plain = evaluate_metrics(torch.tensor(vectors), labels)
     np.savez(tmp_path / "v.npz", **{vectors_name: vectors, labels_name: labels})
     columns = {vectors_name: list(vectors), labels_name: labels, "text": labels}
@@ -189,10 +189,10 @@ def test_evaluate_accepts_common_names_of_columns(vectors_name, labels_name, tmp
 
 
 def test_evaluate_names_the_columns_of_other_parquet_files(tmp_path, capsys):
-    vectors, labels = made_up()
+    vectors, labels = make_vectors()
     files = [
         write_parquet(tmp_path / "a.parquet", features=list(vectors), label=labels),
-        # Paths make it a table of images.
+        # With paths it is a table of images.
         write_parquet(tmp_path / "b.parquet", embedding=list(vectors), path=labels, label=labels),
         write_parquet(tmp_path / "c.parquet", embedding=labels, label=labels),
     ]
@@ -206,7 +206,7 @@ def test_evaluate_names_the_columns_of_other_parquet_files(tmp_path, capsys):
 
 
 def test_evaluate_prints_verification_error_and_threshold(tmp_path, capsys):
-    vectors, labels = made_up()
+    vectors, labels = make_vectors()
     np.savez(tmp_path / "v.npz", vectors=vectors, labels=labels)
     for similarity, words in (
         ("cosine", "cosine similarity of "),
@@ -232,7 +232,7 @@ def broken(home, name, **arrays):
 
 
 def test_broken_vector_files_are_rejected(tmp_path, capsys):
-    vectors, labels = made_up()
+    vectors, labels = make_vectors()
     nan = vectors.copy()
     nan[4, 2] = np.nan
     (tmp_path / "text.npz").write_text("no zip")
@@ -298,7 +298,7 @@ def test_images_and_vectors_are_not_mixed(files, images, cache, recipe, tmp_path
         assert len(error.splitlines()) == 1
     assert not (tmp_path / "o.npz").exists()
     assert not (tmp_path / "gallery").exists()
-    # A file that `embed` wrote names its images.
+    # Files written by `embed` name their images.
     assert main(["embed", str(tmp_path / "i"), str(images), *out]) == 0
     again = tmp_path / "again.npz"
     assert main(["embed", str(tmp_path / "i"), str(tmp_path / "o.npz"), "--out", str(again)]) == 0

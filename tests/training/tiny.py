@@ -7,7 +7,7 @@ from proximetry.training import Recipe
 
 
 def make_images(root, classes=12, each=4, side=24, seed=0):
-    """Folders of class folders; a class is a hue and a stripe pattern, with noise."""
+    """Make class folders; a class is a hue and a stripe pattern, with noise."""
     draw = np.random.default_rng(seed)
     for c in range(classes):
         folder = root / f"class{c:02d}"
@@ -16,13 +16,13 @@ def make_images(root, classes=12, each=4, side=24, seed=0):
         for i in range(each):
             image = np.tile(base, (side, side, 1)).astype(float)
             image[:, :: c % 4 + 2] *= 0.5
-            image += draw.normal(0, 10, image.shape) + draw.normal(0, 16, 3)  # other light
+            image += draw.normal(0, 10, image.shape) + draw.normal(0, 16, 3)  # brightness varies
             Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(folder / f"{i}.png")
     return root
 
 
 def tiny_values(cache, **changes):
-    """The plain values of a recipe for such images; changes as section=dict(key=value)."""
+    """Return the plain values of a recipe for these images; changes as section=dict(key=value)."""
     values = {
         "name": "tiny",
         "data": {
@@ -50,7 +50,7 @@ def tiny_values(cache, **changes):
 
 
 def make_recipe(root, cache, **changes):
-    """A recipe for `make_images`."""
+    """Return a recipe for `make_images`."""
     data = {"root": str(root), **changes.pop("data", {})}
     return Recipe.load(tiny_values(cache, data=data, **changes))
 

@@ -36,7 +36,7 @@ def make_gallery(root, name="gallery"):
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
+def isolated_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     monkeypatch.delenv("PROXIMETRY_TOKEN", raising=False)
 
@@ -47,7 +47,7 @@ def random_points(vectors, similarity):
 
 @pytest.fixture
 def real_maps():
-    """For tests of the process that computes the map, which takes seconds to start."""
+    """Compute maps in a process, which takes seconds to start."""
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +68,8 @@ def shared(tmp_path_factory):
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-    """A gallery that a test may change, and that is checked every time."""
+def editable(tmp_path, monkeypatch):
+    """A gallery that a test may change; the server checks for changes on every request."""
     monkeypatch.setattr(live_gallery, "_CHECK_INTERVAL", 0.0)
     return make_gallery(tmp_path)
 
@@ -91,18 +91,18 @@ def client_of(path, token=None, **options):
 
 @pytest.fixture
 def client(shared):
-    with client_of(shared.path) as found:
-        yield found
+    with client_of(shared.path) as test_client:
+        yield test_client
 
 
 @pytest.fixture
-def own_client(own):
-    with client_of(own.path) as found:
-        yield found
+def editable_client(editable):
+    with client_of(editable.path) as test_client:
+        yield test_client
 
 
 def png(color=(200, 30, 60), size=(24, 24)):
-    """The bytes of an image."""
+    """Return an image as PNG."""
     noise = np.random.default_rng(0).integers(0, 30, (*size[::-1], 3))
     buffer = io.BytesIO()
     Image.fromarray((noise + np.array(color)).clip(0, 255).astype(np.uint8)).save(buffer, "PNG")
@@ -122,7 +122,7 @@ def bomb(width=60_000, height=60_000):
 
 
 def start(server, log, *words, **environment):
-    """Start a server in a process of its own; return it and its address."""
+    """Start a server in its own process; return both process and address."""
     process = Process(server, log, SERVE, *words, "--port", 0, **environment)
     process.until(lambda: log.exists() and "Ctrl-C" in process.output())
     return process, re.search(r"http://\S+", process.output())[0]

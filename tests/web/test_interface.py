@@ -104,8 +104,8 @@ def test_large_upload_equals_its_stored_vector(tmp_path):
     with client_of(gallery.path) as client:
         (one,) = results(client.post("/search", files={"image": file.read_bytes()}, data={"k": 1}))
         thumbnail = client.get("/items/0/image?size=300")
-    own = gallery.search(gallery.vectors([0]), 1).similarities[0, 0]
-    assert one["similarity"] == pytest.approx(own, abs=1e-6)
+    expected = gallery.search(gallery.vectors([0]), 1).similarities[0, 0]
+    assert one["similarity"] == pytest.approx(expected, abs=1e-6)
     assert thumbnail.headers["content-type"] == "image/jpeg"
     with Image.open(BytesIO(thumbnail.content)) as image:
         assert image.size == (300, 225)
@@ -208,7 +208,7 @@ def test_etag_depends_on_the_file(tmp_path, size):
 
 
 def wait_for_map(client):
-    for _ in range(6000):  # it is computed at a low priority, beside other tests
+    for _ in range(6000):  # computed with low priority, while other tests run
         answer = client.get("/map")
         if answer.status_code != 202:
             return answer
@@ -228,7 +228,7 @@ def test_map_is_computed_in_a_process_and_cached(real_maps, shared, tmp_path, mo
     assert all(0 <= value <= 1 for value in answer["x"] + answer["y"])
     labels = [answer["labels"][number] for number in answer["label"]]
     assert labels == shared.rows(shared.ids())["label"]
-    with client_of(shared.path) as another:  # which finds it in the cache
+    with client_of(shared.path) as another:  # reads the map from the cache
         assert another.get("/map").json() == answer
 
 
@@ -261,10 +261,10 @@ def test_map_samples_large_galleries(tmp_path, monkeypatch):
         assert answer["images"] == 60
 
 
-def test_failed_map_is_logged(real_maps, own, tmp_path, monkeypatch, caplog, capfd):
+def test_failed_map_is_logged(real_maps, editable, tmp_path, monkeypatch, caplog, capfd):
     (tmp_path / "cache").write_text("no folder")
     monkeypatch.setenv("PROXIMETRY_CACHE", str(tmp_path / "cache"))
-    with client_of(own.path) as client:
+    with client_of(editable.path) as client:
         answer = wait_for_map(client)
         assert answer.status_code == 503
         assert "the map failed" in answer.json()["detail"]
@@ -277,52 +277,58 @@ def test_failed_map_is_logged(real_maps, own, tmp_path, monkeypatch, caplog, cap
         )
         assert client.get("/map").status_code == 503
         assert not started
-        monkeypatch.setattr(gallery_map, "_RETRY_SECONDS", 0.0)  # when a minute has gone by
+        monkeypatch.setattr(gallery_map, "_RETRY_SECONDS", 0.0)  # as if a minute had passed
         assert client.get("/map").status_code == 202
-        assert started == [own.version]
+        assert started == [editable.version]
 
 
-def test_server_follows_changes_of_the_gallery(own, own_client, monkeypatch):
-    other = Gallery.open(own.path)
-    old = wait_for_map(own_client).json()
+def test_server_follows_changes_of_the_gallery(editable, editable_client, monkeypatch):
+    other = Gallery.open(editable.path)
+    old = wait_for_map(editable_client).json()
     other.remove([3, 4])
-    assert own_client.get("/items/3").status_code == 404
-    assert own_client.post("/search", data={"id": 3}).status_code == 404
-    ids = [one["id"] for one in results(own_client.post("/search", data={"id": 0, "k": 100}))]
+    assert editable_client.get("/items/3").status_code == 404
+    assert editable_client.post("/search", data={"id": 3}).status_code == 404
+    ids = [one["id"] for one in results(editable_client.post("/search", data={"id": 0, "k": 100}))]
     assert not {3, 4} & set(ids)
     monkeypatch.setattr(gallery_map.MapMaker, "_start", lambda *args: None)
-    outdated = own_client.get("/map").json()  # the old one serves until there is a new one
+    outdated = editable_client.get(
+        "/map"
+    ).json()  # the old map is served until the new one is ready
     assert outdated["outdated"]
     assert set(outdated["ids"]) == set(old["ids"]) - {3, 4}
-    file = own.path.parent / "new.png"
+    file = editable.path.parent / "new.png"
     Image.new("RGB", (24, 24), "red").save(file)
     (new,) = other.add([file], labels=[None])
-    assert own_client.get(f"/items/{new}").json()["file"] == "new.png"
-    assert own_client.get("/gallery").json()["images"] == TOTAL - 1
+    assert editable_client.get(f"/items/{new}").json()["file"] == "new.png"
+    assert editable_client.get("/gallery").json()["images"] == TOTAL - 1
     table = metadata.from_columns({"path": ["/images/red.png"], "label": ["new"], "color": ["red"]})
     (red,) = other.add(table, vectors=make_vectors(1))
-    matches = results(own_client.post("/search", data={"id": 0, "where": "color=red"}))
+    matches = results(editable_client.post("/search", data={"id": 0, "where": "color=red"}))
     assert [one["id"] for one in matches] == [red]
 
 
 @pytest.mark.parametrize("seed", [0, 5])
-def test_rebuilt_gallery_has_its_embedder_and_no_old_map(own, own_client, monkeypatch, seed):
-    assert wait_for_map(own_client).json()["ids"] == own.ids().tolist()
+def test_rebuilt_gallery_has_its_embedder_and_no_old_map(
+    editable, editable_client, monkeypatch, seed
+):
+    assert wait_for_map(editable_client).json()["ids"] == editable.ids().tolist()
     monkeypatch.setattr(gallery_map.MapMaker, "_start", lambda *args: None)
-    images = own.rows(range(9))["path"]
-    shutil.rmtree(own.path)
-    assert results(own_client.post("/search", data={"id": 5}))  # the last version is still there
-    other = Gallery.build(make_embedder(seed=seed), images, own.path)
-    answer = own_client.post("/search", files={"image": ("x.png", png())}, data={"k": 3})
+    images = editable.rows(range(9))["path"]
+    shutil.rmtree(editable.path)
+    assert results(
+        editable_client.post("/search", data={"id": 5})
+    )  # the last version is still served
+    other = Gallery.build(make_embedder(seed=seed), images, editable.path)
+    answer = editable_client.post("/search", files={"image": ("x.png", png())}, data={"k": 3})
     expected = other.search([open_image(png())], 3)
     assert [one["id"] for one in results(answer)] == expected.ids[0].tolist()
-    answer = own_client.get("/map")
+    answer = editable_client.get("/map")
     assert answer.status_code == 202
     assert answer.json()["images"] == 9
     assert not answer.json().get("ids")
 
 
-def test_event_loop_reads_no_files(own, own_client, monkeypatch):
+def test_event_loop_reads_no_files(editable, editable_client, monkeypatch):
     follow, looks = live_gallery.LiveGallery._reload, []
 
     def followed(self):
@@ -335,11 +341,11 @@ def test_event_loop_reads_no_files(own, own_client, monkeypatch):
 
     monkeypatch.setattr(live_gallery.LiveGallery, "_reload", followed)
     for data in ({"id": 0}, {"id": 0, "where": "label=class01"}):
-        assert results(own_client.post("/search", data=data))
-    assert results(own_client.post("/search", files={"image": ("x.png", png())}))
-    assert own_client.post("/search", data={"id": 0, "where": "size=3"}).status_code == 422
+        assert results(editable_client.post("/search", data=data))
+    assert results(editable_client.post("/search", files={"image": ("x.png", png())}))
+    assert editable_client.post("/search", data={"id": 0, "where": "size=3"}).status_code == 422
     for address in ("/items/0", "/items/0/image", "/map", "/gallery", "/healthz"):
-        assert own_client.get(address).status_code == 200
+        assert editable_client.get(address).status_code == 200
     assert set(looks) == {"thread"}
 
 
@@ -353,10 +359,10 @@ def test_gallery_is_described(client):
     assert set(about["suggested"]) <= set(range(TOTAL))
 
 
-def test_an_empty_gallery(own, own_client):
-    Gallery.open(own.path).remove(own.ids())
-    assert results(own_client.post("/search", files={"image": ("x.png", png())})) == []
-    assert own_client.get("/gallery").json()["suggested"] == []
+def test_an_empty_gallery(editable, editable_client):
+    Gallery.open(editable.path).remove(editable.ids())
+    assert results(editable_client.post("/search", files={"image": ("x.png", png())})) == []
+    assert editable_client.get("/gallery").json()["suggested"] == []
 
 
 def test_paths_that_are_not_utf8_and_nan(tmp_path):

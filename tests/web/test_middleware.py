@@ -1,4 +1,4 @@
-"""Attacks on the server."""
+"""Hostile requests: authentication, limits, uploads, path traversal, load."""
 
 import asyncio
 import io
@@ -54,13 +54,13 @@ def test_cross_site_requests_are_rejected(client):
     for origin in ("http://evil.example", "http://localhost:81", "null", "http://localhost.evil"):
         answer = client.post("/search", data={"id": 0}, headers={"origin": origin})
         rejected(answer, 403, "other sites")
-    for own in (
+    for same_origin in (
         {"sec-fetch-site": "same-origin"},
         {"sec-fetch-site": "same-origin", "origin": "https://proxy.example"},
         {"origin": "http://localhost"},
         {},
     ):
-        assert client.post("/search", data={"id": 0}, headers=own).status_code == 200
+        assert client.post("/search", data={"id": 0}, headers=same_origin).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_token_is_required_everywhere(shared, path):
             rejected(answer, 401, "authentication required")
             assert answer.headers["www-authenticate"] == "Bearer"
         rejected(client.get(f"{path}?token=wrong"), 401, "authentication required")
-        if path != "/":  # the address of the page alone takes it
+        if path != "/":  # only the page's URL accepts it
             rejected(client.get(f"{path}?token={TOKEN}"), 401, "authentication required")
         right = client.get(path, headers={"authorization": f"Bearer {TOKEN}"})
         assert right.status_code == (404 if path == "/nothing" else 200)
@@ -242,10 +242,10 @@ def test_path_traversal_is_rejected(client, path):
     assert "import" not in answer.text
 
 
-def test_replaced_files_are_never_sent_raw(own, own_client):
-    paths = [os.fsencode(path) for path in own.rows(range(6))["path"]]
+def test_replaced_files_are_never_sent_raw(editable, editable_client):
+    paths = [os.fsencode(path) for path in editable.rows(range(6))["path"]]
     os.unlink(paths[0])
-    secret = own.path.parent / "secret.txt"
+    secret = editable.path.parent / "secret.txt"
     secret.write_text("the secret")
     for path in paths[1:3]:
         os.unlink(path)
@@ -257,14 +257,14 @@ def test_replaced_files_are_never_sent_raw(own, own_client):
         file.write(bomb())
     reasons = ["no such file", "not an image", "a named pipe", "not an image", "too large"]
     for item, token in enumerate(reasons):
-        answer = own_client.get(f"/items/{item}/image")
+        answer = editable_client.get(f"/items/{item}/image")
         rejected(answer, 410, token)
         assert "secret" not in answer.text
-        assert str(own.path.parent) not in answer.text
+        assert str(editable.path.parent) not in answer.text
     # Trailing bytes of an image are not sent.
     with open(paths[5], "ab") as file:
         file.write(b"<script>alert(1)</script>")
-    answer = own_client.get("/items/5/image")
+    answer = editable_client.get("/items/5/image")
     assert answer.status_code == 200
     assert b"<script>" not in answer.content
     assert Image.open(io.BytesIO(answer.content)).size == (24, 24)
@@ -381,15 +381,15 @@ def test_batched_searches_equal_single_ones(shared, monkeypatch):
 
 def test_cancelled_search(shared):
     app = make_app(shared.path)
-    found = app.state.service.searcher
+    queue = app.state.service.searcher
 
     async def leave():
-        task = asyncio.create_task(found.search_item(0, 3, ()))
+        task = asyncio.create_task(queue.search_item(0, 3, ()))
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        return await found.search_item(1, 3, ())
+        return await queue.search_item(1, 3, ())
 
     assert len(asyncio.run(leave()).results) == 3
     app.state.service.close()
-    assert not found.alive
+    assert not queue.alive

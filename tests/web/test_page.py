@@ -20,10 +20,10 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        # In a container there may be no sandbox; the page is our own.
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
+        # Containers may have no sandbox; the page is trusted.
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,9 @@ def test_start_page_and_search_by_click(visit, shared):
     assert near in card.inner_text()
     assert str(expected.labels[0, 3]) in card.inner_text()
     assert card.get_attribute("aria-label").startswith("Rank 3, class")
-    assert f"{TOTAL - 1} images · most are class" in page.locator("#results-about").inner_text()
+    assert (
+        f"{TOTAL - 1} images · most frequent: class" in page.locator("#results-about").inner_text()
+    )
     card.click()
     page.wait_for_url(f"**#item/{expected.ids[0, 3]}")
     ranks(page)
@@ -212,7 +214,7 @@ def test_threshold_class_filter_and_number_of_results(visit, shared):
     assert f"{left} of {TOTAL - 1} images" in page.locator("#results-about").inner_text()
     assert f"{left} of {TOTAL - 1} images" in page.locator("#status").inner_text()
     page.locator("#threshold").fill("1")
-    assert "No results above" in page.locator("#grid").inner_text()
+    assert "No results within" in page.locator("#grid").inner_text()
     page.locator("#threshold").fill("0")
     assert page.locator("#grid li:not([hidden])").count() == TOTAL - 1
     page.locator("#class").fill("class03")
@@ -256,7 +258,7 @@ def test_map_thumbnails_and_selection(visit, shared):
     assert "/image?size=" in page.locator("#tip-image").get_attribute("src")
     assert page.locator("#tip-text").inner_text() in set(shared.rows(shared.ids())["label"])
     until(page, "document.querySelector('#tip-image').naturalWidth > 0")
-    # All of it, holding Shift.
+    # Select everything by Shift-dragging.
     page.keyboard.down("Shift")
     page.mouse.move(box["x"] + 20, box["y"] + 20)
     page.mouse.down()
@@ -267,7 +269,7 @@ def test_map_thumbnails_and_selection(visit, shared):
     page.keyboard.up("Shift")
     assert page.locator("#selection-title").inner_text() == f"{TOTAL} images selected"
     assert page.locator("#selection .card").count() == TOTAL
-    # One point, in the mode for it.
+    # Select one point in select mode.
     page.get_by_role("button", name="Select").click()
     page.locator("#canvas").scroll_into_view_if_needed()
     x, y = point(page, 5)
@@ -438,11 +440,11 @@ def test_accessibility(visit, theme):
     until(page, "document.querySelector('#status').textContent.includes('images, the nearest')")
 
 
-def test_missing_files_and_stopped_server(browser, server, own, tmp_path):
-    cache = cache_map(own, tmp_path / "cache")
-    for path in own.rows(own.ids())["path"]:
+def test_missing_files_and_stopped_server(browser, server, editable, tmp_path):
+    cache = cache_map(editable, tmp_path / "cache")
+    for path in editable.rows(editable.ids())["path"]:
         os.unlink(path)
-    process, url = start(server, tmp_path / "log", own.path, PROXIMETRY_CACHE=str(cache))
+    process, url = start(server, tmp_path / "log", editable.path, PROXIMETRY_CACHE=str(cache))
     visit = Visit(browser, url)
     page = visit.page
     page.evaluate("location.hash = 'item/0'")

@@ -1,4 +1,4 @@
-"""The command `serve`, and real servers in processes of their own."""
+"""The command `serve`, and real servers in their own processes."""
 
 import asyncio
 import signal
@@ -67,7 +67,7 @@ def raw(address, request):
 
 
 def test_server_from_start_to_ctrl_c(server, shared, tmp_path):
-    # While its map is still being computed.
+    # The map is still being computed.
     process, url = start(server, tmp_path / "log", shared.path, PROXIMETRY_CACHE=str(tmp_path))
     try:
         assert url.startswith("http://127.0.0.1:")
@@ -83,7 +83,7 @@ def test_server_from_start_to_ctrl_c(server, shared, tmp_path):
             assert b"root:" not in answer
         rebound = raw(address, b"GET / HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
         assert rebound.startswith(b"HTTP/1.1 421")
-        # A large upload is rejected before it is sent.
+        # A large upload is rejected by its Content-Length.
         large = b"POST /search HTTP/1.1\r\nContent-Length: 99999999999\r\nContent-Type: "
         answer = raw(address, large + b"multipart/form-data; boundary=b\r\n" + head)
         assert answer.startswith(b"HTTP/1.1 413")
@@ -112,7 +112,7 @@ def test_idle_connections_are_closed(monkeypatch):
     monkeypatch.setattr(serving, "SECONDS", 0.2)
 
     async def slow(scope, receive, send):
-        await asyncio.sleep(0.5)  # longer than the headers may take
+        await asyncio.sleep(0.5)  # longer than the limit for headers
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
@@ -155,9 +155,9 @@ def test_slow_readers_are_disconnected(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def guarded(server, shared, tmp_path_factory):
+def token_server(server, shared, tmp_path_factory):
     """A server with a token: its process and address."""
-    folder = tmp_path_factory.mktemp("guarded")
+    folder = tmp_path_factory.mktemp("token_server")
     around = {"PROXIMETRY_TOKEN": TOKEN, "PROXIMETRY_CACHE": str(cache_map(shared, folder))}
     process, url = start(server, folder / "log", shared.path, "--host", "0.0.0.0", **around)
     assert url.endswith("/?token=TOKEN")
@@ -188,11 +188,11 @@ def send_until_closed(connection, block, other):
 
 
 @pytest.mark.parametrize("name", FLOODS)
-def test_floods_are_disconnected(guarded, name):
+def test_floods_are_disconnected(token_server, name):
     head, unit = FLOODS[name]
-    place = guarded[1].hostname, guarded[1].port
+    place = token_server[1].hostname, token_server[1].port
     with (
-        httpx.Client(base_url=guarded[1].geturl(), timeout=10) as other,
+        httpx.Client(base_url=token_server[1].geturl(), timeout=10) as other,
         socket.socket() as connection,
     ):
         connection.settimeout(10)
@@ -203,8 +203,8 @@ def test_floods_are_disconnected(guarded, name):
         assert other.get("/healthz").status_code == 200
 
 
-def test_log_stays_empty_after_disconnects_and_bombs(guarded):
-    process, address = guarded
+def test_log_stays_empty_after_disconnects_and_bombs(token_server):
+    process, address = token_server
     place, before = (address.hostname, address.port), process.output()
     bearer = {"authorization": f"Bearer {TOKEN}"}
     head = f"Host: localhost\r\nAuthorization: Bearer {TOKEN}\r\n".encode()

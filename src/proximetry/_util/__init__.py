@@ -1,1 +1,1 @@
-"""Helpers that several packages need; not public."""
+"""Private helpers shared by several packages."""

@@ -37,7 +37,7 @@ MAX_CACHE_BYTES, DISK_SHARE = 20_000_000_000, 1 / 5
 
 
 def size_and_mtime(path: Path) -> tuple[int, float]:
-    """Return the bytes of a file or folder, and when it was last written, 0.0 if it is empty."""
+    """Return the bytes of a file or folder and its last modification, 0.0 if it is empty."""
     states = []
     for file in (path, *path.rglob("*")):
         with suppress(OSError):  # removed meanwhile
@@ -63,7 +63,7 @@ class WriteError(OSError):
 
 @contextmanager
 def name_write_errors(file: Path) -> Iterator[None]:
-    """Add the file name to errors of writing to it; disk-full errors do not include it."""
+    """Add the file name to write errors; disk-full errors do not include it."""
     try:
         yield
     except OSError as error:
@@ -177,7 +177,7 @@ def _owner(lock: Path) -> str:
 
 
 def check_writable(file: Path) -> None:
-    """Raise if `atomic_path` could not write a file, without creating it."""
+    """Raise unless `atomic_path` can write a file, without creating it."""
     try:
         if file.is_dir():
             raise UsageError(f"{file} is a folder. Pass the path of a file.")
@@ -225,14 +225,14 @@ def check_format(path: Path, content: Any, name: str, version: int) -> dict[str,
         raise ValueError(f"{path} does not describe a {name}")
     if content.get("version") != version:
         raise ValueError(
-            f"{path} has format version {format_value(content.get('version'))}, and Proximetry "
+            f"{path} has format version {format_value(content.get('version'))}, but Proximetry "
             f"{__version__} reads version {version}. Install the version that wrote it."
         )
     return content
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; deep nesting is a ValueError, too."""
+    """Parse JSON; also raise a ValueError for deep nesting."""
     try:
         return json.loads(text)
     except RecursionError:

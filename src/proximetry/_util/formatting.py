@@ -41,7 +41,7 @@ def shorten(text: str, width: int) -> str:
     return f"{text[: width - 1 - half]}…{text[len(text) - half :]}"
 
 
-# Controls except tab and newline, marks of text direction, line and paragraph separators.
+# Control characters except tab and newline, direction marks, line and paragraph separators.
 _UNPRINTABLE = [*range(9), *range(11, 32), *range(127, 160), 0x61C, 0x200E, 0x200F]
 _UNPRINTABLE += [*range(0x2028, 0x202F), *range(0x2066, 0x206A)]
 _ESCAPES = {code: chr(code).encode("unicode_escape").decode() for code in _UNPRINTABLE}

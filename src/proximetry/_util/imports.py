@@ -70,24 +70,24 @@ def defer_compiler() -> None:
 
 
 def _import_compiler() -> Any:
-    """Import the compiler in place of the modules that stand for it."""
+    """Import the compiler in place of its placeholder modules."""
     if isinstance(sys.modules[_COMPILER], _Deferred):
         del sys.modules[_COMPILER], sys.modules[_COMPILER_UTILS]
     return import_module(_COMPILER)
 
 
 class _Deferred(ModuleType):
-    """Stands for a module of the compiler until another name of it is used."""
+    """Placeholder for a module of the compiler until another of its names is used."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # `inspect` asks every module for its file
+        if name.startswith("__"):  # `inspect` reads `__file__` of every module
             raise AttributeError(name)
         _import_compiler()
         return getattr(import_module(self.__name__), name)
 
 
 class _DeferredCompiler(_Deferred):
-    """What optimizers use."""
+    """The names that optimizers use."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -101,14 +101,14 @@ class _DeferredCompiler(_Deferred):
 
 
 class _DeferredUtils(_Deferred):
-    """What torchvision uses."""
+    """The names that torchvision uses."""
 
     def is_compile_supported(self, device: str) -> bool:
         return bool(_import_compiler().utils.is_compile_supported(device))
 
 
 class _CompilerFinder(MetaPathFinder, Loader):
-    """Imports the compiler before its submodules; finds those that this has imported."""
+    """Imports the compiler before its submodules; finds submodules loaded by that import."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         deferred = isinstance(sys.modules.get(_COMPILER), _Deferred)

@@ -48,7 +48,9 @@ def as_labels(values: Labels | None, length: int, name: str = "labels") -> npt.N
             if not all(isinstance(entry, str) for entry in values):
                 raise ValueError(f"{name} mixes strings and other types. Use one type of label.")
             if any(str(entry).endswith("\0") for entry in values):
-                raise ValueError(f"{name} end in null characters, which NumPy drops. Remove them.")
+                raise ValueError(
+                    f"{name} end in null characters, which NumPy drops. Remove the characters."
+                )
         return array
     if array.dtype.kind not in "iub":
         raise ValueError(f"{name} must be integers or strings, got {array.dtype}")

@@ -56,7 +56,7 @@ def available_memory() -> int:
 
 
 _settings_lock = Lock()
-# By object: the number of threads that override it, and its value before the first of them.
+# By object: the number of threads that override it, and its original value.
 _overridden: dict[Any, tuple[int, Any]] = {}
 
 
@@ -66,7 +66,7 @@ def override(
 ) -> Iterator[None]:
     """Set a value on shared objects; the last thread to leave restores the previous one.
 
-    Evaluation mode and full precision may be needed by several threads of a server at a time.
+    Several threads of a server may need evaluation mode or full precision at the same time.
     """
     all_targets = list(targets)
     with _settings_lock:
@@ -146,5 +146,5 @@ def resolve_device(
 
 
 def by_device(device: torch.device, *, cpu: int, cuda: int) -> int:
-    """Return the value for a type of device; all but CUDA count as CPU."""
+    """Return the value for a type of device; all types but CUDA count as CPU."""
     return cuda if device.type == "cuda" else cpu

@@ -1,4 +1,4 @@
-"""Functions on tensors that several packages need."""
+"""Functions on tensors shared by several packages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from proximetry._util.machine import by_device
 
 # Shorter vectors have no direction: they count as zero and receive no gradient.
 _MIN_LENGTH = 1e-12
-# In float32, squares of numbers of at least 2⁶⁴ are infinite, and those of numbers below 2⁻⁷⁵ zero.
-# Vectors with a larger or smaller largest entry are multiplied by a power of two, which is exact.
+# In float32, numbers of at least 2⁶⁴ have infinite squares, and numbers below 2⁻⁷⁵ have square 0.
+# Vectors whose largest entry is outside these limits are multiplied by a power of two (exact).
 _LARGE, _LARGE_FACTOR = 2.0**50, 2.0**-80
 _SMALL, _SMALL_FACTOR = 2.0**-38, 2.0**70
 
@@ -25,12 +25,12 @@ def chunks(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
-# torch.compile calls this function of oneDNN too.
+# torch.compile calls this oneDNN function, too.
 _ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def inner_products(left: Tensor, right: Tensor) -> Tensor:
-    """Return left · rightᵀ; on a CPU by oneDNN where no gradient is recorded.
+    """Return left · rightᵀ; on a CPU with oneDNN if no gradient is recorded.
 
     `@` calls MKL, which uses half of the vector width of processors that are not from Intel.
     """
@@ -42,7 +42,7 @@ def inner_products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def contiguous_copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor once, to the CPU: safetensors rejects shared memory and channels-last."""
+    """Return a contiguous copy on the CPU: safetensors rejects shared memory and channels-last."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
@@ -52,7 +52,7 @@ def gather_rows(
     """Concatenate [n, …] tensors of all ranks, in the order of ranks; n may differ.
 
     Return the result, on the device of `rows`, and the number of rows of each rank. No gradient.
-    Without ``counts``, which are these numbers, this waits for the GPU.
+    Passing these numbers as ``counts`` avoids waiting for the GPU.
     """
     device = rows.device
     if dist.get_backend(group) == "nccl":

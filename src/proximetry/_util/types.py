@@ -1,4 +1,4 @@
-"""Types that several packages share, and a type check; imports neither torch nor NumPy."""
+"""Types shared by several packages, and a type check; imports neither torch nor NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: one plain function per command, read from its signature by cyclopts."""
+"""The command line: one function per command; cyclopts derives the options from its signature."""
 
 from proximetry.cli.app import entry, main, make_app
 

@@ -52,7 +52,7 @@ def make_app() -> "App":
 
     app = App(
         name="proximetry",
-        help="Train, evaluate and use embeddings, with proxy-based losses.",
+        help="Train embeddings with proxy-based losses, evaluate them, and search with them.",
         version=f"proximetry {__version__}",
         version_flags=["--version", "-V"],
         help_format="plaintext",
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail(error, 130)
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             return _fail("not enough memory. Use a smaller batch or smaller images.", 1)
-        raise  # a bug: with its traceback
+        raise  # a bug: show the traceback
     return 0
 
 
@@ -141,7 +141,7 @@ def _prepare(tokens: list[str]) -> list[str]:
     """
     if tokens[0] == "help":
         return [*tokens[1:], "--help"]
-    if "" in tokens:  # as a path it would be the current folder
+    if "" in tokens:  # as a path, it would be the current folder
         raise UsageError("an argument is empty. Check the variables of your shell.")
     prepared, lists = list[str](), list[str]()
     for word in tokens:
@@ -151,7 +151,7 @@ def _prepare(tokens: list[str]) -> list[str]:
         option = prepared[-1] if prepared and re.fullmatch("--[^=]+", prepared[-1]) else ""
         if option and word in ("true", "false"):
             prepared[-1] += f"={word}"
-        elif option and _LIST.fullmatch(word):  # at the end: a list ends at the next option
+        elif option and _LIST.fullmatch(word):  # moved to the end, so that it takes no arguments
             lists += [prepared.pop(), *word.split(",")]
         elif name.startswith("--") and _LIST.fullmatch(value):
             lists += [name, *value.split(",")]
@@ -161,7 +161,7 @@ def _prepare(tokens: list[str]) -> list[str]:
 
 
 def _explain(error: "CycloptsError") -> str:
-    """Return the message of a command-line error; cyclopts' message if there is no better one."""
+    """Return the message of a command-line error, by default that of cyclopts."""
     import cyclopts
 
     see, argument = f"See proximetry {' '.join(error.command_chain or ())} --help.", error.argument
@@ -223,5 +223,5 @@ def entry() -> None:
         sys.stdout.flush()
     except OSError as error:  # standard output is a file on a full disk
         code = _fail(error, 1)
-    gc.freeze()  # Python would look for garbage among all modules, for about a second
+    gc.freeze()  # else collecting garbage among all modules takes about a second at exit
     sys.exit(code)

@@ -23,20 +23,22 @@ _BYTES = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def list_(*, as_json: AsJson = False) -> None:
-    """List the caches, the images they were made of, their sizes and when they were last used.
+    """List the caches with their images, sizes and times of last use.
 
-    The folder is $PROXIMETRY_CACHE, else proximetry below $XDG_CACHE_HOME or ~/.cache.
+    The folder is $PROXIMETRY_CACHE, or else proximetry/ in $XDG_CACHE_HOME or ~/.cache.
     """
     from proximetry.data.caches import list_caches, list_leftovers
 
     caches, leftovers = list_caches(), list_leftovers()
     total = _size([*caches, *leftovers])
-    lines = [f"{cache_folder()}: {pluralize(len(caches), 'cache')}, {readable_size(total)} in all"]
+    lines = [f"{cache_folder()}: {pluralize(len(caches), 'cache')}, {readable_size(total)}"]
     if caches:
         lines += [f"{'name':30}{'size':>10}  {'last used':16}  images", *map(_describe, caches)]
     if leftovers:
         size = readable_size(_size(leftovers))
-        lines.append(f"{size} of interrupted caches; `proximetry cache clean` removes them")
+        lines.append(
+            f"{size} of interrupted caches; `proximetry cache clean --unused-for 1d` removes them"
+        )
     document = {
         "folder": str(cache_folder()),
         "bytes": total,
@@ -53,7 +55,7 @@ def clean(
     keep: str | None = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove caches, and all interrupted ones; they are rebuilt when needed.
+    """Remove selected caches and all interrupted ones; they are rebuilt when needed.
 
     Args:
         names: names that `proximetry cache list` prints, or unique prefixes of them.
@@ -95,7 +97,7 @@ def clean(
 
 
 def verify(*names: str, as_json: AsJson = False) -> None:
-    """Read pixel caches, compare them with their checksums, and remove damaged ones.
+    """Verify the checksums of pixel caches and remove damaged ones.
 
     Args:
         names: names that `proximetry cache list` prints, or unique prefixes; default: all.
@@ -126,7 +128,7 @@ def _parse(text: str, units: dict[str, int], option: str, example: str) -> float
 
 
 def _find_caches(caches: Sequence["CacheEntry"], names: Sequence[str]) -> list["CacheEntry"]:
-    """Return the caches with these prefixes, with or without the kind."""
+    """Return the caches with these name prefixes, with or without the kind."""
     selected = []
     for name in names:
         prefix = name.rstrip("/…")

@@ -1,4 +1,4 @@
-"""`proximetry compare`: train losses with several seeds, and test their differences."""
+"""`proximetry compare`: train losses with several seeds and test their differences."""
 
 from pathlib import Path
 from typing import Annotated
@@ -36,7 +36,7 @@ def compare(
             `proximetry train`.
         losses: losses that `proximetry losses` lists, each with its default settings.
         seeds: one run per loss and seed.
-        out: parent of the folder compare-IMAGES, which holds the runs and README.md.
+        out: parent of the folder compare-IMAGES, which contains the runs and README.md.
         recipe: a shipped recipe's name or a YAML file, as for `proximetry train`.
         parallel: number of concurrent runs.
         overrides: keys of the recipe.
@@ -46,7 +46,7 @@ def compare(
         raise UsageError("--loss.name and --loss.settings do not apply. Pass --losses.")
     plan = make_plan(images, out, recipe, changes, device, fresh=True)
     echo(plan.lines[0])
-    from proximetry.reproduce import compare as run  # torch: wrong paths come before
+    from proximetry.reproduce import compare as run  # imports torch, after the paths are checked
 
     folder, summary = run(
         plan.recipe, losses, seeds, out, parallel=parallel, device=device, report=echo

@@ -18,10 +18,10 @@ COLUMNS = ("recall@1", "recall@2", "recall@4", "recall@8", "map@r", "ndcg@4", "n
 
 
 def demo(*, out: Path | None = None, seed: int = 0) -> None:
-    """Train on the built-in glyphs and search for characters not seen in training.
+    """Train on the built-in glyphs and retrieve characters not seen in training.
 
-    Takes two to three minutes on two CPU cores and needs no download. Also writes the report of the
-    run, and a gallery of those characters to search.
+    Takes two to three minutes on two CPU cores and needs no download. Also writes a report of the
+    run and a searchable gallery of those characters.
 
     Args:
         out: folder of the run; default: a new one below runs/.
@@ -51,7 +51,7 @@ def demo(*, out: Path | None = None, seed: int = 0) -> None:
     results = train(recipe, folder, display=display)
     embedder = Embedder.load(folder)
     files = [test.file(row) for row in range(len(test))]
-    # Raw pixels as vectors are the baseline, inverted, so that the background is 0.
+    # Baseline: raw pixels as vectors, inverted so that the background is 0.
     raw = np.stack([255.0 - embedder.preprocessing.pixels(file)[0].flatten() for file in files])
     rows = {
         "raw pixels": evaluate(raw.astype(np.float32), np.asarray(test.labels)).mean(),
@@ -84,7 +84,7 @@ def make_gallery(path: Path, embedder: "Embedder", test: "Catalog", vectors: "Te
     try:
         from proximetry.search import Gallery
 
-        if (path / MANIFEST).exists():  # the run was complete before
+        if (path / MANIFEST).exists():  # from an earlier call
             Gallery.open(path, embedder)
         else:
             Gallery.build(embedder, test, path, vectors=vectors)

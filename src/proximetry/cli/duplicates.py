@@ -1,4 +1,4 @@
-"""`proximetry duplicates`: near-duplicate images of a gallery."""
+"""`proximetry duplicates`: find near-duplicate images in a gallery."""
 
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ def duplicates(
     sheet: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find near-duplicate images of a gallery.
+    """Find near-duplicate images in a gallery.
 
     Args:
-        threshold: the smallest cosine, or the largest Euclidean distance, of a pair; by default
-            estimated from altered copies of a sample of the images.
+        threshold: minimum cosine, or maximum Euclidean distance, of a pair; default: estimated
+            from altered copies of a sample of the images.
         sheet: also write the groups as a self-contained .html page.
     """
     check_out(sheet, [".html"], option="--sheet")
@@ -45,7 +45,7 @@ def duplicates(
     for group, paths in zip(result.groups, groups, strict=True):
         lowest = min(similarity for (first, _), similarity in pairs if first in group)
         cosine = opened.similarity == "cosine"
-        limit = f"cosine {lowest:.4f} or larger" if cosine else f"distance {-lowest:.4f} or smaller"
+        limit = f"cosine {lowest:.4f} or higher" if cosine else f"distance {-lowest:.4f} or less"
         lines += [f"{len(group)} images, {limit}", *(f"  {relative_path(path)}" for path in paths)]
     members = f"{format_int(sum(map(len, groups)))} of {format_int(len(opened))} images"
     lines.append(f"{pluralize(len(groups), 'group')}, {members}")

@@ -45,14 +45,14 @@ def embed(
 ) -> None:
     """Embed images and write the embeddings to a file.
 
-    Started by torchrun, several processes share the work.
+    Under torchrun, all processes share the work.
 
     Args:
-        images: image files, folders to search for them, CSV or Parquet tables, tar files;
+        images: image files, folders (searched recursively), CSV or Parquet tables, tar files;
             for an embedder of vectors, one file of vectors.
-        out: file to write. .npz holds the arrays vectors, paths and, if the images come from
-            class folders or a table, labels; .npy the vectors, with paths and labels in a file
-            beside it, v.npy.json for v.npy; .parquet the columns path, label and vector.
+        out: output file. .npz has the arrays vectors, paths and, for class folders and tables,
+            labels; .npy has the vectors, with paths and labels in OUT.json; .parquet has the
+            columns path, label and vector.
         flip: append the embedding of the horizontally flipped image.
     """
     from proximetry.data.image_files import find_images
@@ -68,7 +68,8 @@ def embed(
     with progress_bar("listing images") as report:
         files, notes = find_images(images, columns, allow_missing=skip, progress=report)
     if not files:
-        raise UsageError(f"no images in {', '.join(images) or 'the arguments'}. Pass some.")
+        places = ", ".join(images) or "the arguments"
+        raise UsageError(f"no images in {places}. Pass image files or folders.")
     paths = [path for path, _ in files]
     bad: dict[int, str] = {}
     with (
@@ -111,7 +112,7 @@ def _embed_vectors(
     embedder = load_embedder(folder, device)
     for catalog in catalogs:
         check_input(embedder, catalog)
-    if embedder.takes_images:  # the images that the vectors belong to
+    if embedder.takes_images:  # the images of these vectors are embedded
         return None
     if len(words) > 1:
         raise UsageError(f"several files of vectors: {', '.join(words)}. Pass one at a time.")
@@ -127,7 +128,7 @@ def _embed_files(
     skip: bool,
     progress: Progress,
 ) -> "tuple[npt.NDArray[np.float32], dict[int, str]]":
-    """Return the vectors of images, and by index why an image could not be read.
+    """Return the vectors of the readable images, and the errors of the others by index.
 
     Each rank embeds a share of the batches that a single process would embed; all ranks return all
     vectors.
@@ -164,7 +165,7 @@ def _embed_files(
 
 
 def _write(out: Path, images: "Sequence[ImageFile]", vectors: "npt.NDArray[np.float32]") -> None:
-    """Write vectors with the paths and labels of their images, in the format of the suffix."""
+    """Write vectors with the paths and labels of their images; the suffix sets the format."""
     import numpy as np
 
     from proximetry.data.tables import text_array

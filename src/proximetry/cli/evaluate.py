@@ -53,7 +53,7 @@ def evaluate(
     rerank: Flag = False,
     batch_size: Annotated[
         BatchSize | None,
-        Parameter(help="images per forward pass; default: as in the evaluation of the run."),
+        Parameter(help="images per forward pass; default: as in the run."),
     ] = None,
     bad_images: BadImages = "error",
     columns: TableColumns = None,
@@ -72,17 +72,17 @@ def evaluate(
             labels: .npz, .npy or .parquet, as `proximetry embed` writes.
         source: a folder of class folders, a CSV or Parquet table, a tar file, or a dataset that
             `proximetry datasets` lists; for an embedder of vectors, a file of vectors.
-        root: path of the images of such a dataset.
-        similarity: how vectors without an embedder are compared; default: cosine.
-        split: which images; default: test if there are any, else all.
+        root: path of the dataset's images.
+        similarity: similarity of precomputed vectors; default: cosine.
+        split: split to evaluate; default: test if it has images, else all.
         options: metrics; `proximetry metrics` lists the defaults.
         eval_dims: also evaluate the first d dimensions of the embedding, for each d.
-        per_class: also show the classes with the worst metrics; with --json and --out, all.
-        confusions: also show this many of the most frequently confused pairs of classes.
-        binary: also search by binary codes, with and without re-ranking by the vectors; prints
+        per_class: also list the classes with the worst metrics; with --json and --out, all.
+        confusions: also list this many of the most confused pairs of classes.
+        binary: also evaluate binary codes, with and without re-ranking by the vectors, and list
             bytes per image.
-        expand: also show query expansion with this many neighbors.
-        rerank: also show k-reciprocal re-ranking of the nearest images.
+        expand: also evaluate query expansion with this many neighbors.
+        rerank: also evaluate k-reciprocal re-ranking of the nearest images.
     """
     from proximetry.data import resolve_source
 
@@ -92,7 +92,7 @@ def evaluate(
         _check_vectors(embedder)
     name, path = resolve_source(data, root)
 
-    import torch  # takes seconds: wrong paths are reported before
+    import torch  # takes seconds, so paths are checked first
 
     from proximetry.cli.evaluate_search_methods import make_rows
     from proximetry.training import evaluation_inputs, evaluator
@@ -100,7 +100,8 @@ def evaluate(
     model = None if source is None else load_embedder(embedder, device)
     if model is not None and similarity is not None:
         raise UsageError(
-            f"--similarity applies to vectors only: {embedder} has its own. Omit the option."
+            f"--similarity applies to precomputed vectors only, got the embedder {embedder}. Omit "
+            "--similarity."
         )
     saved = evaluator.saved_evaluation(model)
     metrics = replace(saved.metrics, **options)
@@ -131,12 +132,12 @@ def evaluate(
             notes += evaluator.leakage_warnings(model, catalog)
         codes = model is not None and model.architecture.binary
         role_catalog = evaluation_inputs.drop_unused_roles(catalog)
-        scored = evaluator.score_queries(
+        evaluations = evaluator.score_queries(
             vectors, role_catalog, similarity, metrics, eval_dims, binary=codes, progress=report
         )
         arguments = evaluation_inputs.evaluation_arguments(vectors, role_catalog, similarity)
         rows = make_rows(
-            next(iter(scored.values())),
+            next(iter(evaluations.values())),
             arguments,
             metrics,
             report,
@@ -152,7 +153,7 @@ def evaluate(
         "split": split_name,
         "images": len(catalog),
         "classes": len(catalog.class_names),
-        **describe(scored, arguments, per_class=per_class, confusions=confusions),
+        **describe(evaluations, arguments, per_class=per_class, confusions=confusions),
         **({"rows": rows} if rows else {}),
         "layout": catalog.layout,
         "notes": [*catalog.notes, *notes],
@@ -162,7 +163,7 @@ def evaluate(
 
 
 def _check_vectors(file: Path) -> None:
-    """Reject anything but a file of vectors."""
+    """Raise UsageError unless this is a file of vectors."""
     from proximetry.data.vectors import COLUMN, SUFFIXES, holds_vectors, parquet_columns
 
     if file.is_file() and holds_vectors(file):
@@ -190,13 +191,13 @@ def describe(
     from proximetry.metrics.intervals import INTERVALS
     from proximetry.training.evaluator import average_scores
 
-    whole = next(iter(queries.values()))
+    evaluation = next(iter(queries.values()))
     document: dict[str, Any] = {
         "metrics": average_scores(queries),
-        "intervals": {name: [one.low, one.high] for name, one in whole.bootstrap().items()},
+        "intervals": {name: [one.low, one.high] for name, one in evaluation.bootstrap().items()},
         "interval_method": INTERVALS,
     }
-    if (pairs := whole.verification) is not None:
+    if (pairs := evaluation.verification) is not None:
         document["verification"] = {
             "accuracy": pairs.accuracy,
             "standard_error": pairs.standard_error,
@@ -208,9 +209,9 @@ def describe(
             "eer": pairs.eer,
         }
     if per_class:  # a row of metrics for each class, worst first
-        table = {name: column.tolist() for name, column in whole.per_class().items()}
+        table = {name: column.tolist() for name, column in evaluation.per_class().items()}
         rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
-        by = "map@r" if "map@r" in table else next(iter(whole.scores))
+        by = "map@r" if "map@r" in table else next(iter(evaluation.scores))
         document["per_class"] = sorted(rows, key=lambda row: float(row[by]))
     if confusions:
         document["confusions"] = [
@@ -237,7 +238,7 @@ def as_text(document: Mapping[str, Any], name: str) -> str:
         bounds_text = (f"{n} {100 * low:.1f}–{100 * high:.1f}" for n, (low, high) in bounds.items())
         parts.append(f"{document['interval_method']}:\n  {', '.join(bounds_text)}")
     else:
-        parts.append("No confidence intervals: all queries are of one class.")
+        parts.append("No confidence intervals: all queries have the same class.")
     if "verification" in document:
         parts.append(_verification_line(document["verification"], document["similarity"]))
     if "rows" in document:
@@ -250,12 +251,12 @@ def as_text(document: Mapping[str, Any], name: str) -> str:
     if "confusions" in document:
         pairs = document["confusions"]
         lines = [f"{one['count']:6}  {one['query']} → {one['nearest']}" for one in pairs]
-        head = "Queries by class → class of the nearest image, if it is another:"
+        head = "Confusions: class of the query → class of the nearest image"
         parts.append("\n".join([head, *(lines or ["  none"])]))
     parts += [f"note: {note}" for note in document["notes"]]
     skipped = [f"skipped {reason}" for reason in document["skipped"]]
     if skipped:
-        parts.append("\n".join(truncate_lines(skipped, "the document of --out and --json")))
+        parts.append("\n".join(truncate_lines(skipped, "the JSON document (--json or --out)")))
     return "\n\n".join(parts)
 
 
@@ -268,8 +269,8 @@ def _verification_line(values: Mapping[str, Any], similarity: str) -> str:
     if threshold is None:
         return line
     if similarity == "euclidean":
-        return f"{line}; same class at a distance up to {-threshold:.4g}"
-    return f"{line}; same class from a {similarity} similarity of {threshold:.4g}"
+        return f"{line}; same class if distance ≤ {-threshold:.4g}"
+    return f"{line}; same class if {similarity} ≥ {threshold:.4g}"
 
 
 def _headline(names: Iterable[str]) -> list[str]:

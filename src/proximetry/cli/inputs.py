@@ -56,11 +56,11 @@ def open_images(
 
 
 def open_gallery(gallery: str, model: Path | None) -> "Gallery":
-    """Open a gallery, with an embedder of its images."""
+    """Open a gallery, with the embedder of ``model`` if it is not None."""
     from proximetry.search.manifest import is_milvus, read_manifest
 
     if not is_milvus(gallery):
-        read_manifest(Path(gallery))  # reports a wrong name before torch is imported
+        read_manifest(Path(gallery))  # reports a missing gallery before torch is imported
     from proximetry.search import Gallery
     from proximetry.search.indexing import load_model
     from proximetry.search.manifest import ignore

@@ -63,7 +63,7 @@ def _format_default(value: Any) -> str:
 
 
 def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
-    """List the built-in backbones, and those of timm that match a pattern.
+    """List the built-in backbones, or all that match a pattern, including timm's.
 
     Args:
         pattern: part of a name, or a name with wildcards, such as 'vit*dinov2*'.
@@ -72,19 +72,19 @@ def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
     from proximetry.models.weights import PACKAGES
     from proximetry.recipe.loading import plain_values, shipped_recipes
 
-    listed = extra_backbones() | dict.fromkeys(PACKAGES, "ImageNet weights without a download.")
+    notes = extra_backbones() | dict.fromkeys(PACKAGES, "ImageNet weights without a download.")
     for recipe in shipped_recipes():
         values = plain_values(recipe)
         if values["data"]["dataset"] == "folder":
             network = values["model"]["backbone"].partition(".")[0]  # a tag follows the dot
-            listed.setdefault(network, f"`proximetry train IMAGES --recipe {recipe}`.")
+            notes.setdefault(network, f"`proximetry train IMAGES --recipe {recipe}`.")
     has_wildcards = pattern is not None and set("*?[") & set(pattern)
     names = list_backbones(pattern if has_wildcards and pattern else f"*{pattern or ''}*")
     if not names:
         raise UsageError(f"no backbone matches {pattern!r}. Try a shorter part of the name.")
-    matches = {name: about for name, about in listed.items() if name in names}
+    matches = {name: about for name, about in notes.items() if name in names}
     if pattern is not None or as_json:
-        matches |= {name: listed.get(name, "") for name in names}
+        matches |= {name: notes.get(name, "") for name in names}
     text = columns({name: [about] for name, about in matches.items()})
     if pattern is None:
         text += f"\n\nand {len(names) - len(matches)} more in timm: proximetry backbones 'resnet*'"
@@ -92,7 +92,7 @@ def backbones(pattern: str | None = None, *, as_json: AsJson = False) -> None:
 
 
 def recipes(name: str | None = None, *, as_json: AsJson = False) -> None:
-    """List the shipped recipes, or print one, for instance to edit a copy.
+    """List the shipped recipes, or print one as YAML.
 
     Args:
         name: the recipe to print.
@@ -121,13 +121,13 @@ def datasets(
     labels_from_name: LabelsFromName = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the datasets that can be read, or describe one: its splits, classes and images.
+    """List the supported datasets, or describe one: splits, classes and images.
 
-    Images are listed, but not opened: `proximetry train IMAGES --dry-run` does that.
+    Images are listed but not decoded; `proximetry train IMAGES --dry-run` also decodes them.
 
     Args:
-        source: a dataset of the list, or a folder, a CSV or Parquet table or a tar file.
-        root: path of the images of a dataset of the list.
+        source: a dataset's name, or a folder, a CSV or Parquet table, or a tar file.
+        root: path of the named dataset's images.
     """
     from proximetry.cli.inputs import open_images
     from proximetry.data import list_datasets, resolve_source
@@ -156,7 +156,7 @@ def datasets(
 
 
 def metrics(*, as_json: AsJson = False) -> None:
-    """List the metrics of `evaluate` by the options that choose them."""
+    """List the metrics of `evaluate` with their options."""
     from proximetry.metrics import Metrics
 
     document, entries = {}, {}

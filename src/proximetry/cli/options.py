@@ -30,13 +30,13 @@ EmbedderFolder = Annotated[
 ]
 GalleryAddress = Annotated[str, Parameter(help="folder of the gallery, or its address on Milvus.")]
 Device = Annotated[
-    str | None, Parameter(help="cpu, cuda, cuda:1 or mps; default: the best one there is.")
+    str | None, Parameter(help="cpu, cuda, cuda:1 or mps; default: the best available.")
 ]
 Document = Annotated[
     Path | None, Parameter(help="also write the JSON document to this .json file.")
 ]
 
-# Also named like keys of the recipe, so that every command takes these options of `train`.
+# Also under the names of recipe keys, so that every command accepts these options of `train`.
 BadImages = Annotated[
     Literal["error", "skip"],
     Parameter(
@@ -50,14 +50,14 @@ LabelsFromName = Annotated[
     str | None,
     Parameter(
         name=["--labels-from-name", "--data.labels-from-name"],
-        help="take classes from the names of the images, not from folders: auto for what comes "
-        "before the last separator and number, or a regular expression with a group.",
+        help="take classes from file names, not folders: auto uses the part before the last "
+        "separator and number; or a regular expression whose first group is the class.",
     ),
 ]
 
 
 def read_columns(kind: Any, tokens: Sequence[Token]) -> dict[str, str]:
-    """Read path=file,label=category."""
+    """Parse pairs such as path=file,label=category."""
     columns: dict[str, str] = {}
     for pair in tokens[0].value.split(","):
         field, sign, column = (part.strip() for part in pair.partition("="))
@@ -77,6 +77,6 @@ TableColumns = Annotated[
     ColumnPairs,
     Parameter(
         name=["--columns", "--data.columns"],
-        help="names of a table's columns, if they are not path, label and so on.",
+        help="column names of a table if they differ: path=file,label=category.",
     ),
 ]

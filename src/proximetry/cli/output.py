@@ -1,4 +1,4 @@
-"""Output of commands: text, or one JSON document for scripts; progress bars and output files."""
+"""Output of commands: text or one JSON document, progress bars, output files."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from proximetry._util.types import Progress
 
 @contextmanager
 def skip_hint() -> Iterator[None]:
-    """Add the option that skips such images to the error of an image."""
+    """Add the option that skips bad images to the error of an image."""
     try:
         yield
     except ValueError as error:
@@ -37,7 +37,7 @@ def check_out(
     sources: Sequence[str | PathLike[str]] = (),
     option: str = "--out",
 ) -> None:
-    """Reject an output file of another format, that cannot be written, or that is an input."""
+    """Raise UsageError if an output file has another suffix, is not writable, or is an input."""
     if out is None:
         return
     if out.suffix.lower() not in suffixes:
@@ -97,7 +97,7 @@ def columns(entries: Mapping[str, Sequence[str]]) -> str:
 
 
 def relative_path(path: str | None) -> str:
-    """Return a path relative to the working folder, if it is below."""
+    """Return a path relative to the working folder if it is inside."""
     from proximetry.search.search_result import REMOVED
 
     return REMOVED if path is None else path.removeprefix(f"{os.getcwd()}{os.sep}")

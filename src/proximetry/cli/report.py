@@ -1,4 +1,4 @@
-"""`proximetry report`: the report of a run, or of several compared."""
+"""`proximetry report`: report on one run, or compare several."""
 
 from pathlib import Path
 
@@ -19,13 +19,13 @@ def report(
     Sections whose inputs are missing, such as moved images, are skipped and listed.
 
     Args:
-        runs: run folder; if there are several, the others are compared with the first.
-        out: the file to write; default: report.html in the run folder, comparison.html in the
-            first of several.
-        data: the images to evaluate on, if not those of the run or if these have moved: a folder
-            of class folders, a CSV or Parquet table (with the columns of the run unless --columns
-            is given), a tar file, or a dataset that `proximetry datasets` lists.
-        root: folder of that dataset, or without --data of the run's dataset.
+        runs: a run folder, or several to compare with the first.
+        out: output file; default: report.html in the run folder, or comparison.html in the first
+            of several.
+        data: images to evaluate on if not the run's, or if these have moved: a folder of class
+            folders, a CSV or Parquet table (by default with the run's columns), a tar file, or a
+            dataset that `proximetry datasets` lists.
+        root: folder of that dataset, or of the run's dataset if there is no --data.
     """
     if not runs:
         raise UsageError("RUNS is missing. Pass one run folder, or several to compare.")

@@ -25,8 +25,8 @@ def reproduce(
 
     Args:
         table: name of a table, or a YAML file; see --list.
-        data: folder of the dataset, or one that holds the datasets as cub/, cars/, flowers/.
-        out: parent of the table's folder: results of the runs, README.md, figures.
+        data: folder of the dataset, or a folder with the datasets as cub/, cars/, flowers/.
+        out: parent of the table's folder, which contains results, README.md and figures.
         list_: list the tables and exit.
     """
     from proximetry.reproduce import list_tables

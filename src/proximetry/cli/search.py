@@ -1,4 +1,4 @@
-"""`proximetry search`: the images of a gallery most similar to queries."""
+"""`proximetry search`: find the images of a gallery that are most similar to queries."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,12 +37,13 @@ def search(
     Args:
         queries: image files.
         k: number of results per query.
-        model: the run or embedder that built the gallery; needed on Milvus, which stores none.
-        where: search only images with this value in a column, such as label=jay or split=test;
-            repeat it for several columns; several values of one column are combined with OR.
+        model: the run or embedder that built the gallery; required on Milvus, which does not
+            store it.
+        where: search only images with this value in a column, such as label=jay. Can be repeated:
+            values of one column are combined with OR, columns with AND.
         expand: query expansion with this number of neighbors.
         rerank: reorder the nearest images by k-reciprocal re-ranking.
-        predict: also print the class that most of the results have.
+        predict: also print the most frequent class of the results.
         sheet: also write a contact sheet: a self-contained .html page, or a .png.
     """
     from proximetry.data.folders import split_shard_path
@@ -51,7 +52,7 @@ def search(
     from proximetry.search.metadata import parse_conditions
 
     if not queries:
-        raise UsageError("no images to search for. Pass image files.")
+        raise UsageError("QUERIES is missing. Pass image files.")
     for query in queries:
         if (query / MANIFEST).exists():
             raise UsageError(f"{query} is a gallery. Use proximetry search IMAGE --gallery {query}")
@@ -82,7 +83,7 @@ def search(
         "images": len(opened),
         "similarity": result.similarity,
         "queries": [
-            {"query": name, "prediction": prediction._asdict(), "found": images}
+            {"query": name, "prediction": prediction._asdict(), "results": images}
             for (name, images), prediction in zip(lists, predictions, strict=True)
         ],
     }

@@ -1,4 +1,4 @@
-"""`proximetry serve`: a web page and an HTTP API for a gallery, or for a folder of images."""
+"""`proximetry serve`: a web page and an HTTP API for a gallery or a folder of images."""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,16 +20,16 @@ def serve(
     port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8000,
     token: str | None = None,
 ) -> None:
-    """Serve a page with image search and a map, of a gallery or of your images.
+    """Serve a web page with image search and a map for a gallery or your images.
 
     Args:
-        source: folder of a gallery, by default --gallery; or images, as for `proximetry index`,
-            which are indexed first.
+        source: folder of a gallery (default: --gallery), or images to index first, as for
+            `proximetry index`.
         gallery: folder of the gallery; new images are added to it.
         model: embedder of the images, as for `proximetry index`.
         host: name or address to listen on; the default is reachable only from this machine.
         port: port to listen on; 0 chooses a free one.
-        token: access token for page and API, required unless the host is a loopback address;
+        token: access token of page and API; required unless the host is a loopback address;
             default: the environment variable PROXIMETRY_TOKEN.
     """
     if source is not None and _holds_images(Path(source).expanduser()):

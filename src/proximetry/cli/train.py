@@ -44,7 +44,7 @@ _COMMON_KEYS = (
 
 
 def _option(key: str, kind: Any, default: Any, about: str) -> Any:
-    """Return the type of the option of a key."""
+    """Return the annotated type of a key's option."""
     group: Any = {"group": COMMON} if key in _COMMON_KEYS else {}
     members = [member for member in get_args(kind) if member is not type(None)]
     optional = type(None) in get_args(kind)
@@ -89,8 +89,8 @@ RecipeOptions: Any = Annotated[
     Parameter(
         name="*",
         group=Group(
-            "Keys of the recipe",
-            help="Default: the value of the recipe, which --print-config prints.",
+            "Recipe keys",
+            help="Defaults are the recipe's values; --print-config prints them.",
             sort_key=2,
         ),
     ),
@@ -117,10 +117,10 @@ def train(
 
     Args:
         images: a folder of class folders, a table (.csv, .parquet), a tar file, or a dataset's
-            name; or vectors instead of images (.npz, .npy, .parquet, as `proximetry embed` writes
-            them); or a recipe (shipped name or YAML file) with a dataset; --data.root is its path.
-        out: folder of the run; a run in it is resumed with its own recipe. Default: below runs/,
-            named after the images or the recipe.
+            name; or precomputed vectors (.npz, .npy, .parquet, as `proximetry embed` writes); or a
+            recipe (shipped name or YAML file) with a dataset, whose path is --data.root.
+        out: run folder; a run in it is resumed with the recipe it was started with. Default: in
+            runs/, named after the images or the recipe.
         recipe: for your images: a shipped recipe's name or a YAML file (see: proximetry recipes);
             default: `default` on a GPU, `default-cpu` elsewhere, `vectors` for vectors.
         fresh: remove the run in the folder, even if it is complete, and start over.
@@ -142,7 +142,7 @@ def train(
     display = make_display(sys.stderr if as_json else None)
     for line in plan.lines if is_main else ():
         display.message(line)
-    from proximetry.training import train as run  # timm: the first lines come before
+    from proximetry.training import train as run  # imports timm, after the first lines
     from proximetry.training.dry_run import describe
     from proximetry.training.dry_run import dry_run as estimate
 
@@ -166,10 +166,10 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
         reason = "there is no test set"
         if not recipe.evaluation.final_test:
             reason = "evaluation.final_test is false"
-        message = f"Nothing was measured: no classes were held out, and {reason}."
+        message = f"Nothing was evaluated: no classes were held out, and {reason}."
         if "first_stage" in results:
             message = (
-                f"The second stage was not measured: it trained on all classes, and {reason}; the "
+                f"The second stage was not evaluated: it trained on all classes, and {reason}; the "
                 f"first stage's metrics are in {_short(plan.out / FIRST_STAGE / 'results.json')}."
             )
         table = wrap(f"{message} Evaluate the embedder on images of other classes.")
@@ -207,7 +207,7 @@ def summary(results: Mapping[str, Any], plan: Plan) -> str:
 
 
 def _short(path: Path) -> str:
-    """Return a quoted path, relative to the working folder or to the home folder if below."""
+    """Return a quoted path, relative to the working or the home folder if it is inside."""
     whole = path.absolute()
     for base, prefix in ((Path.cwd(), ""), (Path.home(), "~/")):
         if whole.is_relative_to(base) and whole != base:

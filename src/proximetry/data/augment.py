@@ -17,7 +17,7 @@ from proximetry.data.images import Interpolation, check_interpolation, crop_size
 from proximetry.data.loader import Pixels
 from proximetry.data.resample import PerImage, Rows, Windows, image_sizes, resample
 
-# Tries for a window that fits, before the largest central one is taken.
+# Attempts to draw a window that fits, before falling back to the largest central one.
 _TRIES = 10
 # Luma weights (ITU-R 601), as in torchvision.
 _LUMA = (0.2989, 0.587, 0.114)
@@ -32,9 +32,16 @@ class RandomResizedCrop:
     Args:
         crop: side of the result, or its height and width.
         scale: smallest and largest area of the window, as a fraction of the image.
-        ratio: smallest and largest width over height of the window.
-        flip: mirror half of the images, at random.
+        ratio: smallest and largest aspect ratio (width / height) of the window.
+        flip: flip half of the images at random.
         interpolation: "bilinear" or "bicubic", both with antialiasing.
+
+    Examples:
+        >>> from proximetry.data import PixelCache
+        >>> pixels = PixelCache.in_memory([torch.zeros(40, 60, 3, dtype=torch.uint8).numpy()])
+        >>> crop = RandomResizedCrop(32)
+        >>> crop(pixels, [0, 0, 0], torch.Generator().manual_seed(0)).shape
+        torch.Size([3, 3, 32, 32])
     """
 
     crop: int | tuple[int, int]
@@ -64,7 +71,7 @@ class RandomResizedCrop:
         return self.windows(pixels, rows, self.draw_uniforms(len(rows), generator))
 
     def draw_uniforms(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw random numbers for `windows`, equally many per image: a batch can be sliced."""
+        """Draw random numbers for `windows`, the same count per image: a batch can be sliced."""
         return torch.rand(count, 2 * _TRIES + 3, generator=generator, dtype=torch.float64)
 
     def windows(self, pixels: Pixels, rows: Rows, uniforms: Tensor) -> Windows:
@@ -110,9 +117,9 @@ class RandomResizedCrop:
 
 @dataclass(frozen=True)
 class CenterCrop:
-    """The center of cached images: a square, or (height, width).
+    """Center crop of cached images: a square, or (height, width).
 
-    As augmentation, with ``flip`` half of the images are mirrored, at random.
+    With ``flip``, half of the images are flipped at random, for training.
     On a cache built with the embedder's resize and interpolation, the result is byte-identical to
     `resize_and_center_crop` of the files.
     """
@@ -137,14 +144,14 @@ class CenterCrop:
         return torch.rand(count, generator=generator, dtype=torch.float64)
 
     def windows(self, pixels: Pixels, rows: Rows, uniforms: Tensor | None = None) -> Windows:
-        """Return the central window of each image, flipped or not by its random number."""
+        """Return the central window of each image, flipped if its random number is below 0.5."""
         height, width = crop_size(self.crop)
         heights, widths = image_sizes(pixels, rows)
         if (small := (heights < height) | (widths < width)).any():
             k = int(small.int().argmax())
             raise ValueError(
                 f"image {rows[k]} has {heights[k]}×{widths[k]} pixels, too few for a crop of "
-                f"{height}×{width}; use a short side of {max(height, width)} (model.resize)"
+                f"{height}×{width}. Use a short side of {max(height, width)} (model.resize)."
             )
         return Windows(
             top=((heights - height).double() / 2).round().long(),  # halves to even, as with files
@@ -161,13 +168,13 @@ class CenterCrop:
 class ColorChanges(PerImage):
     """Color changes of every image of a batch, applied in this order.
 
-    A hue of 0 and factors of 1 leave an image as it is.
+    A hue of 0 and factors of 1 leave an image unchanged.
 
     Attributes:
-        hue: fraction of the color circle, from red over green to blue, at the same luma.
-        saturation: 0 leaves gray.
-        contrast: 0 leaves the mean brightness.
-        brightness: 0 leaves black.
+        hue: fraction of the color circle, from red through green to blue, at constant luma.
+        saturation: 0 gives gray.
+        contrast: 0 gives the mean brightness everywhere.
+        brightness: 0 gives black.
     """
 
     hue: Tensor
@@ -178,12 +185,12 @@ class ColorChanges(PerImage):
 
 @dataclass(frozen=True)
 class ColorJitter:
-    """Random brightness, contrast, saturation and hue, much as torchvision's; random grayscale.
+    """Random brightness, contrast, saturation, hue and grayscale, similar to torchvision's.
 
     Args:
         jitter: brightness, contrast and saturation are multiplied by 1 − jitter to 1 + jitter.
-        hue: largest hue shift either way, as a fraction of the color circle; 0.5 is any hue.
-        grayscale: probability that an image becomes gray.
+        hue: maximum hue shift in either direction, as a fraction of the color circle, up to 0.5.
+        grayscale: probability of converting an image to grayscale.
     """
 
     jitter: float = 0.0
@@ -201,7 +208,7 @@ class ColorJitter:
         return max(self.jitter, self.hue, self.grayscale) > 0
 
     def draw(self, count: int, generator: torch.Generator) -> ColorChanges:
-        """Draw changes: equally many random numbers per image, so a batch can be sliced."""
+        """Draw changes, with the same number of random values per image: a batch can be sliced."""
         u = torch.rand(count, 5, generator=generator, dtype=torch.float64)
         offset = (2 * u - 1).unbind(1)
         saturation = 1 + self.jitter * offset[1]

@@ -28,7 +28,7 @@ class CacheEntry:
     path: Path
     size: int  # bytes
     used: float  # time of last use, in seconds since 1970
-    root: str  # folder of the images it was made of, "" if unknown
+    root: str  # folder of the source images, "" if unknown
     images: int | None
     about: str
 

@@ -60,16 +60,27 @@ class Catalog:
     Columns read like tuples; they are stored as pyarrow arrays.
 
     Attributes:
-        paths: relative to `root`, or absolute; "shard.tar::member" inside a tar shard.
+        paths: relative to `root`, or absolute; "shard.tar::member" for an image in a tar shard.
         labels: class names.
         splits: "train", "val" or "test"; "all" for images without a split.
         root: the folder of relative paths.
-        queries: which images are queries, if the dataset prescribes it (In-Shop).
-        galleries: which images are searched, likewise.
+        queries: which images are queries, if the dataset defines them (In-Shop).
+        galleries: which images are in the gallery, likewise.
         groups: anything coarser than a class, such as the kind of product.
         notes: warnings from reading the data, such as missing images.
         layout: the classes and splits that were inferred, if any.
         columns: extra metadata for galleries by name: text, numbers, flags, or None.
+
+    Examples:
+        >>> catalog = Catalog(
+        ...     paths=["a.jpg", "b.jpg", "c.jpg"],
+        ...     labels=["wren", "wren", "crow"],
+        ...     splits=["train", "train", "test"],
+        ... )
+        >>> catalog.class_names, catalog.codes.tolist()
+        (('crow', 'wren'), [1, 1, 0])
+        >>> catalog.filter(split="train").paths
+        ('a.jpg', 'b.jpg')
     """
 
     paths: Sequence[str]
@@ -122,17 +133,17 @@ class Catalog:
         return os.path.join(self.root, self.paths[i])
 
     def subset(self, rows: Sequence[int] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Self:
-        """Return rows, by number or by a mask, in this order."""
-        picks = np.arange(len(self))[np.asarray(rows, dtype=None if len(rows) else np.int64)]
+        """Return these rows, by index or mask, in this order."""
+        indices = np.arange(len(self))[np.asarray(rows, dtype=None if len(rows) else np.int64)]
         new_fields = {
-            name: values.take(picks)
+            name: values.take(indices)
             if isinstance(values, Column)
-            else tuple(values[row] for row in picks.tolist())
+            else tuple(values[row] for row in indices.tolist())
             for name, values in self._columns().items()
         }
         changes: dict[str, Any] = {"columns": {name: new_fields.pop(name) for name in self.columns}}
         changes |= {FIELDS[name]: values for name, values in new_fields.items()}
-        if np.bincount(picks).max(initial=0) > 1:
+        if np.bincount(indices).max(initial=0) > 1:
             return replace(self, **changes)  # raises
         # Rows of a valid catalog need no validation.
         part = object.__new__(type(self))
@@ -149,7 +160,7 @@ class Catalog:
         query: bool | None = None,
         gallery: bool | None = None,
     ) -> Catalog:
-        """Return the rows that meet all conditions."""
+        """Return the rows that match all conditions."""
         if split is not None and split not in SPLITS:
             raise ValueError(f"unknown split {split!r}{suggest(split, SPLITS)}")
         mask = np.ones(len(self), bool)
@@ -173,13 +184,18 @@ class Catalog:
         seed: int = 0,
         names: Sequence[str] = ("train", "test"),
     ) -> tuple[Catalog, ...]:
-        """Divide into parts that share no class, for instance to hold out classes.
+        """Split into parts with disjoint classes, for instance to hold out classes.
 
         Args:
             parts: the first part's fraction of the classes (0.8), all fractions ((0.6, 0.2, 0.2))
                 or all numbers of classes ((98, 98)).
-            seed: seed of the draw; the order of the rows does not matter.
+            seed: seed of the random assignment, which does not depend on the order of the rows.
             names: the split of each part.
+
+        Examples:
+            >>> letters = Catalog(["1.png", "2.png", "3.png"], list("abc"), ["all"] * 3)
+            >>> [part.labels for part in letters.split_classes((2, 1))]
+            [('a', 'c'), ('b',)]
         """
         counts = _class_counts(parts, len(self.class_names))
         if len(names) != len(counts):
@@ -210,7 +226,7 @@ class Catalog:
 
     @cached_property
     def _images_of_splits(self) -> dict[str, npt.NDArray[np.int64]]:
-        """Number of images of each class by split, in the order of `SPLITS`."""
+        """The number of images of each class by split, in the order of `SPLITS`."""
         codes = cast(Column, self.labels).codes
         rows = {split: cast(Column, self.splits).isin((split,)) for split in SPLITS}
         return {
@@ -227,7 +243,7 @@ class Catalog:
         return [self.layout, *self.notes] if self.layout else [*self.notes]
 
     def describe(self) -> str:
-        """Return a few lines: numbers of images and classes by split."""
+        """Summarize the numbers of images and classes by split, in a few lines."""
         parts = self._images_of_splits
         totals = {"total": np.bincount(self.codes)} if len(parts) > 1 else {}
         table: list[tuple[object, ...]] = [
@@ -252,14 +268,23 @@ class Catalog:
     def from_folder(cls, root: AnyPath, *, labels_from_name: str | None = None) -> Catalog:
         """Read a folder of folders: every sub-folder is a class, with all images below it.
 
-        Sub-folders called train, val or test that hold folders are splits, and their sub-folders
-        the classes. Skipped files and folders are named in `layout` and `notes`.
+        Sub-folders called train, val or test that contain folders are splits, and their sub-folders
+        the classes. Skipped files and folders are listed in `layout` and `notes`.
 
         Args:
             root: the folder.
-            labels_from_name: take classes from the names of the images instead: "auto" for what
-                comes before the last separator and number (boxer in boxer_12.jpg), or a regular
-                expression whose first group is the class.
+            labels_from_name: read classes from file names instead: "auto" for the text before the
+                last separator and number (boxer in boxer_12.jpg), or a regular expression whose
+                first group is the class.
+
+        Examples:
+            >>> from tempfile import TemporaryDirectory
+            >>> with TemporaryDirectory() as folder:
+            ...     for name in ("crow/1.jpg", "wren/1.jpg", "wren/2.jpg"):
+            ...         (Path(folder) / name).parent.mkdir(exist_ok=True)
+            ...         (Path(folder) / name).touch()
+            ...     Catalog.from_folder(folder).labels
+            ('crow', 'wren', 'wren')
         """
         rule, path = labels_from_name, Path(root)
         scan = scan_folder(path) if rule is None else scan_names(path, rule)
@@ -267,7 +292,7 @@ class Catalog:
 
     @classmethod
     def from_shards(cls, files: AnyPath | Sequence[AnyPath]) -> Catalog:
-        """Read tar files that hold ``<class>/<image>``, without unpacking them.
+        """Read tar files that contain ``<class>/<image>``, without unpacking them.
 
         `files` may also be one tar file, or a folder of them. A class may span several shards. The
         class is the folder of the image; folders train, val and test around it are the splits.
@@ -317,10 +342,10 @@ class Catalog:
         allow_missing: bool = False,
         progress: Progress | None = None,
     ) -> Catalog:
-        """Read a Parquet table; the arguments are those of `from_csv`.
+        """Read a Parquet table, with the arguments of `from_csv`.
 
         Extra columns keep their types. Labels of any type become text: integers as 7, even if
-        stored as 7.0, truth values as True and False, categories as their values.
+        stored as 7.0, booleans as True and False, categories as their values.
         """
         values = read_parquet(Path(file), columns)
         return cls._from_table(values, file, root, check_files, allow_missing, progress)
@@ -373,7 +398,7 @@ def _class_counts(parts: float | Sequence[float], classes: int) -> list[int]:
     if min(shares) <= 0 or not math.isclose(sum(shares), 1):
         raise ValueError(f"fractions must be positive and sum to 1, got {parts}")
     if classes < len(shares):
-        raise ValueError(f"{classes} classes cannot be divided into {len(shares)} parts")
+        raise ValueError(f"{classes} classes cannot be split into {len(shares)} parts")
     edges = [round(classes * sum(shares[: i + 1])) for i in range(len(shares))]
     # Rounding must not leave a part empty.
     for i in range(len(edges) - 1):
@@ -382,7 +407,7 @@ def _class_counts(parts: float | Sequence[float], classes: int) -> list[int]:
 
 
 def _identity(path: str) -> tuple[object, ...] | None:
-    """Return a value that is equal for two paths of one image; None if it does not exist."""
+    """Return a value that is equal for all paths of an image; None if it does not exist."""
     file, member = split_shard_path(path)
     try:
         status = os.stat(file)
@@ -408,7 +433,7 @@ def _check_files(catalog: Catalog, allow_missing: bool, progress: Progress | Non
             progress(i + 1, total)
     if missing and not allow_missing:
         names = join_first([f"{catalog.paths[i]!r} (row {i + 1})" for i in missing])
-        hint = "; --data.bad-images skip excludes them" if len(missing) < total else ""
+        hint = ". Skip them with --data.bad-images skip." if len(missing) < total else ""
         raise ValueError(
             f"{len(missing)} of {total} images do not exist below {catalog.root}: {names}{hint}"
         )
@@ -420,7 +445,7 @@ def _check_files(catalog: Catalog, allow_missing: bool, progress: Progress | Non
         if first != i:
             raise ValueError(
                 f"row {i + 1}, column path: {catalog.paths[i]!r} is the image of row {first + 1}, "
-                f"{catalog.paths[first]!r}; list every image once"
+                f"{catalog.paths[first]!r}. List every image once."
             )
 
 
@@ -450,7 +475,7 @@ def _validate(catalog: Catalog) -> None:
 
 
 def _problems(catalog: Catalog) -> Iterator[tuple[int, str, str]]:
-    """Yield row, column and description of invalid values."""
+    """Yield row, column and reason of invalid values."""
     for column, values in catalog._columns().items():
         rows: Iterable[int] = range(len(values))
         if isinstance(values, Column):

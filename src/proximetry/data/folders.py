@@ -81,8 +81,8 @@ def files_below(folder: Path) -> tuple[list[str], list[str], list[str]]:
 def scan_folder(root: Path) -> Scan:
     """Find the images in class folders, which may lie in folders called train, val or test.
 
-    Such folders that hold class folders are splits. If only one such folder exists, no folder
-    beside it may hold images. Skipped files and folders are listed.
+    Such folders with class folders in them are splits. If there is only one, no folder beside it
+    may contain images. Skipped files and folders are listed.
     """
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; expected one sub-folder of images per class")
@@ -153,8 +153,8 @@ def _flat_hint(root: Path) -> str:
 def label_of_name(name: str, rule: str) -> str:
     """Return the class in the name of an image, "" if there is none.
 
-    ``auto`` takes what comes before the last separator and number: boxer in boxer_12.jpg. Else
-    the rule is a regular expression that is searched for in the name; its first group is the class.
+    ``auto`` takes the text before the last separator and number: boxer in boxer_12.jpg. Any other
+    rule is a regular expression to search for; its first group is the class.
     """
     if rule == "auto":
         match = _NUMBERED.fullmatch(os.path.splitext(name)[0])
@@ -320,7 +320,7 @@ def _members(shard: str, state: tuple[int, ...]) -> Mapping[str, tuple[int, int]
         file.seek(max(0, state[0] - 1024))
         if file.read() != bytes(1024):  # the two empty blocks that every complete tar ends with
             raise ValueError(
-                f"{shard} is truncated after {len(members)} members: its end mark is missing"
+                f"{shard} is truncated after {len(members)} members: no end-of-archive marker"
             )
     return members
 
@@ -352,7 +352,8 @@ def scan_shards(files: Sequence[Path]) -> tuple[Path, Scan]:
                 folder = inner_path.parent.parent.name
                 rows.append((f"{relative}{SEPARATOR}{member}", inner_path.parent.name, folder))
     if not rows:
-        raise ValueError(f"{files[0]} holds no <class>/<image>, nor do the other shards")
+        names = join_first(map(str, files))
+        raise ValueError(f"no <class>/<image> in the shards: {names}")
     splits = {_SPLITS.get(folder.lower()) for _, _, folder in rows}
     has_splits = None not in splits or len(splits) > 2
     skipped = [path for path, _, folder in rows if has_splits and folder.lower() not in _SPLITS]

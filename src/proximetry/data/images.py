@@ -78,15 +78,19 @@ def open_image(
 
     Takes a path ("shard.tar::member" included), the bytes of a file, a PIL image or an array
     (H×W or H×W×C, uint8, uint16 or bool). Transparency is composited on white, EXIF orientation is
-    applied, 16-bit samples are scaled to 8 bits, and the first of several frames is taken. Color
-    profiles are not applied.
+    applied, 16-bit samples are scaled to 8 bits, and only the first frame is read. Color profiles
+    are not applied.
 
     With a ``size``, a large JPEG file is decoded at a half, a quarter or an eighth of its size, as
     long as that is at least twice the ``size``.
 
     Raises:
         ImageError: missing, unreadable, truncated, more than `max_pixels` pixels, or a side longer
-            than 65 535. The size is taken from the header, before anything is decoded.
+            than 65 535. The size is read from the header, before anything is decoded.
+
+    Examples:
+        >>> open_image(np.zeros((4, 6), np.uint8)).size
+        (6, 4)
     """
     name = _name(source)
     if isinstance(source, Image.Image | np.ndarray):
@@ -126,7 +130,7 @@ def thumbnail(source: Source, side: int) -> Image.Image:
 
 
 class _OriginalSize(NamedTuple):
-    """The size of an original, and where it lies in an image decoded at a reduced size."""
+    """The size of an original, and its box in an image decoded at a reduced size."""
 
     size: tuple[int, int]
     box: tuple[float, float, float, float]
@@ -243,7 +247,7 @@ def resize_image(image: Image.Image, size: Size, interpolation: Interpolation) -
 
 
 def crop_size(crop: int | tuple[int, int]) -> tuple[int, int]:
-    """Return height and width of a crop that may be given as one side of a square."""
+    """Return height and width of a crop, which may be one side of a square."""
     height, width = (crop, crop) if isinstance(crop, int) else crop
     if height < 1 or width < 1:
         raise ValueError(f"crop must be positive, got {crop}")
@@ -253,7 +257,13 @@ def crop_size(crop: int | tuple[int, int]) -> tuple[int, int]:
 def resize_and_center_crop(
     image: Image.Image, resize: Size, crop: int | tuple[int, int], interpolation: Interpolation
 ) -> Image.Image:
-    """Scale an image to `resize`, then crop the center: a square or (height, width)."""
+    """Scale an image to `resize`, then crop the center: a square or (height, width).
+
+    Examples:
+        >>> image = open_image(np.zeros((30, 60, 3), np.uint8))
+        >>> resize_and_center_crop(image, 20, 16, "bicubic").size
+        (16, 16)
+    """
     check_interpolation(interpolation)
     height, width = crop_size(crop)
     scaled_width, scaled_height = scaled_size(*_original_size(image).size, resize, _name(image))
@@ -261,8 +271,8 @@ def resize_and_center_crop(
         raise ImageError(
             _name(image),
             f"an image of {image.height}×{image.width} pixels becomes "
-            f"{scaled_height}×{scaled_width}, too few for a crop of {height}×{width}; "
-            f"use a resize of {max(height, width) if isinstance(resize, int) else (height, width)}",
+            f"{scaled_height}×{scaled_width}, too few for a crop of {height}×{width}. "
+            f"Use a resize of {max(height, width) if isinstance(resize, int) else (height, width)}",
         )
     image = resize_image(image, resize, interpolation)
     # Halves are rounded to even, as torchvision does.
@@ -327,7 +337,7 @@ def _to_upright_rgb(image: Image.Image, name: str) -> Image.Image:
 
 def _check_size(width: int, height: int, name: str, max_pixels: int) -> None:
     if width * height > max_pixels or max(width, height) > MAX_SIDE:
-        limit = max_pixels if width * height > max_pixels else f"{MAX_SIDE} a side"
+        limit = max_pixels if width * height > max_pixels else f"{MAX_SIDE} per side"
         raise ImageError(name, f"too large: {width}×{height} pixels, the limit is {limit}")
     if width == 0 or height == 0:
         raise ImageError(name, f"empty: {width}×{height} pixels")

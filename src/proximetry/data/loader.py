@@ -43,7 +43,7 @@ _POLL_SECONDS = 0.5
 
 
 def decode(file: str, size: Size, interpolation: Interpolation) -> Array | ImageError:
-    """Return the resized image [height, width, 3], or the reason why it cannot be read."""
+    """Return the resized image [height, width, 3], or the error if it cannot be read."""
     try:
         return np.asarray(resize_image(open_image(file, size=size), size, interpolation))
     except ImageError as error:
@@ -200,8 +200,8 @@ class _Tasks(Generic[Item, Result]):
 
     Attributes:
         function: called with each item.
-        items: those that are not sent yet.
-        pending: chunks that were sent to workers and whose results have not arrived.
+        items: items not sent yet.
+        pending: chunks sent to workers whose results have not arrived.
         error: from iterating the items; raised in a `DataLoader`, it would keep workers alive.
     """
 

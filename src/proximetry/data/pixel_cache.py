@@ -2,7 +2,7 @@
 
     <key>/pixels.bin    the images one after another, each height × width × 3 bytes
     <key>/index.npy     offset, height and width of each image; height 0 if it cannot be read
-    <key>/header.json   sizes, checksums, unreadable images, and what the cache was made of
+    <key>/header.json   sizes, checksums, unreadable images, and the source of the cache
     <key>.lock          locked by the process that writes <key>
 
 The key is a digest of names, sizes and modification times of the image files and of how they are
@@ -138,7 +138,13 @@ class PixelCache(Pixels):
 
     @classmethod
     def in_memory(cls, images: Iterable[Array]) -> PixelCache:
-        """Return a cache of H×W×3 uint8 arrays."""
+        """Create a cache from H×W×3 uint8 arrays.
+
+        Examples:
+            >>> cache = PixelCache.in_memory([np.zeros((40, 60, 3), np.uint8)])
+            >>> len(cache), cache[0].shape
+            (1, (40, 60, 3))
+        """
         arrays = list(images)
         for i, image in enumerate(arrays):
             if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or not image.size:
@@ -166,8 +172,8 @@ class PixelCache(Pixels):
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"the pixels need {self.flat.nbytes / 2**30:.3f} GiB of {device}, where "
-                f"{torch.cuda.mem_get_info(device)[0] / 2**30:.3f} GiB are free; use data.cache "
-                "pixels or none, or a smaller data.short_side"
+                f"{torch.cuda.mem_get_info(device)[0] / 2**30:.3f} GiB are free. Use data.cache "
+                "pixels or none, or a smaller data.short_side."
             ) from error
         return PixelCache(self.catalog, flat, self.index, self.bad, digest=self.digest)
 
@@ -392,7 +398,7 @@ def raise_unreadable(bad: Bad, total: int, policy: str) -> None:
     """Raise an ImageError about unreadable images, unless they are skipped."""
     if bad and (policy == "error" or len(bad) == total):
         lines = join_first([f"{path}: {reason}" for path, reason in bad])
-        hint = "; --data.bad-images skip excludes them" if len(bad) < total else ""
+        hint = ". Skip them with --data.bad-images skip." if len(bad) < total else ""
         raise ImageError(f"{len(bad)} of {total} images cannot be read", lines + hint)
 
 
@@ -424,5 +430,5 @@ def _file_digest(file: str) -> str:
 
 
 def cache_home(root: Root = None) -> Path:
-    """Return the folder of pixel caches: the given one, or the user's."""
+    """Return the folder of pixel caches: `root`, or the user's cache folder."""
     return cache_folder() / "pixels" if root is None else Path(root)

@@ -47,9 +47,14 @@ class ShuffledSampler(_BatchSampler):
 
     Args:
         n: number of images.
-        batch_size: images per batch, of all processes together.
-        drop_last: exclude images that do not fill a last batch.
-        seed: decides the order.
+        batch_size: images per batch, over all processes.
+        drop_last: drop the last incomplete batch.
+        seed: seed of the order.
+
+    Examples:
+        >>> sampler = ShuffledSampler(10, batch_size=4)
+        >>> [len(batch) for batch in sampler]
+        [4, 4]
     """
 
     def __init__(self, n: int, batch_size: int, *, drop_last: bool = True, seed: int = 0) -> None:
@@ -57,8 +62,8 @@ class ShuffledSampler(_BatchSampler):
             raise ValueError(f"n and batch_size must be positive, got {n} and {batch_size}")
         if drop_last and n < batch_size:
             raise ValueError(
-                f"{n} images do not fill one batch of {batch_size}; "
-                "use a smaller batch or drop_last=False"
+                f"{n} images do not fill one batch of {batch_size}. "
+                "Use a smaller batch_size or drop_last=False."
             )
         super().__init__(batch_size, n // batch_size if drop_last else -(-n // batch_size), seed)
         self.n = n
@@ -81,11 +86,11 @@ class StreamedSampler(ShuffledSampler):
 
     Args:
         n: number of images, in the order of their files.
-        batch_size: images per batch, of all processes together.
-        buffer: images that are shuffled together; a larger buffer mixes better.
+        batch_size: images per batch, over all processes.
+        buffer: size of the shuffle buffer in images; a larger one mixes better.
         run: consecutive images that are read together.
-        drop_last: exclude images that do not fill a last batch.
-        seed: decides the order.
+        drop_last: drop the last incomplete batch.
+        seed: seed of the order.
     """
 
     def __init__(
@@ -140,9 +145,15 @@ class ClassBalancedSampler(_BatchSampler):
 
     Args:
         codes: the class of every image, as an integer.
-        classes_per_batch: different classes in a batch, of all processes together.
-        images_per_class: images of each (m).
-        seed: decides the shuffles.
+        classes_per_batch: different classes per batch, over all processes.
+        images_per_class: images of each class (m).
+        seed: seed of the shuffles.
+
+    Examples:
+        >>> codes = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2])
+        >>> sampler = ClassBalancedSampler(codes, classes_per_batch=2, images_per_class=2)
+        >>> np.unique(codes[sampler.batch(epoch=0, number=0)], return_counts=True)[1].tolist()
+        [2, 2]
     """
 
     def __init__(
@@ -236,7 +247,7 @@ class _CyclicShuffle:
     def _shuffled(self, shuffle: int) -> Indices:
         order = np.random.default_rng([*self._seed, shuffle]).permutation(self._items)
         if carried_over := self._num_carried_over(shuffle):
-            # Items that the turn does not have yet come first; the others stay as shuffled.
+            # Items that are new to the turn come first; the others keep their shuffled order.
             seen = np.isin(order, self._orders[shuffle - 1][-carried_over:])
             others = np.flatnonzero(~seen)[: self._count - carried_over]
             order = np.concatenate([order[others], np.delete(order, others)])

@@ -35,7 +35,7 @@ from proximetry.data.folders import open_file
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
 # Spellings of missing values. As a label, one would group unrelated images.
 MISSING = frozenset(("", "nan", "NaN", "None", "<NA>", "NaT"))
-# Numbers of at most 64 bits; 007, 1_000 and nan are names.
+# Numbers of at most 64 bits; 007, 1_000 and nan are text.
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 _INTEGER_NAME = re.compile("0|-?[1-9][0-9]{0,17}")  # classes sorted by value; not 007
 _DECIMAL = re.compile(rf"({_INTEGER.pattern}(\.[0-9]+)?|-?\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -301,7 +301,7 @@ def _open(file: Path) -> io.BufferedReader:
     try:
         return open_file(file)
     except FileNotFoundError:
-        raise ValueError(f"there is no table {file}") from None
+        raise ValueError(f"no such table: {file}") from None
     except OSError as error:
         raise ValueError(f"the table {file} cannot be read: {error.strerror}") from error
 
@@ -318,13 +318,13 @@ def _match_columns(
 ) -> tuple[dict[str, str], list[str]]:
     """Return the field of each column that is one of `FIELDS`, and the names of the other columns.
 
-    `columns` are the names of `FIELDS` in the table, where they differ.
+    `columns` maps `FIELDS` to their names in the table, where these differ.
     """
     mapping = dict(columns or {})
     for field, name in mapping.items():
         if field not in FIELDS:
             raise UsageError(
-                f"data.columns: there is no {format_value(field)}{suggest(field, FIELDS)}"
+                f"data.columns: unknown field {format_value(field)}{suggest(field, FIELDS)}"
             )
         if name not in names:
             raise ValueError(

@@ -41,7 +41,7 @@ class VectorCatalog(Catalog):
     vectors: npt.NDArray[np.float32] = field(default=None, compare=False)  # type: ignore[arg-type]
 
     def subset(self, rows: Sequence[int] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Self:
-        """Return rows, by number or by a mask, in this order."""
+        """Return these rows, by index or mask, in this order."""
         index = np.asarray(rows, dtype=None if len(rows) else np.int64)
         return replace(super().subset(rows), vectors=self.vectors[index])
 
@@ -63,17 +63,22 @@ class VectorCatalog(Catalog):
         groups: Iterable[Any] | None = None,
         source: str = "vectors",
     ) -> VectorCatalog:
-        """Return a catalog of arrays.
+        """Create a catalog from arrays.
 
         Args:
             vectors: [N, dim], of numbers.
             labels: N classes, strings or numbers.
             splits: "train", "val" or "test" of each row.
             queries: which rows are queries, with `galleries`.
-            galleries: which rows are searched.
+            galleries: which rows are in the gallery.
             paths: the image file of each row.
             groups: a coarser class of each row.
             source: name used in error messages.
+
+        Examples:
+            >>> catalog = VectorCatalog.from_arrays(np.eye(3), ["wren", "crow", "wren"])
+            >>> len(catalog), catalog.class_names, catalog.vectors.dtype
+            (3, ('crow', 'wren'), dtype('float32'))
         """
         root = Path(source)
         array = np.asarray(vectors)
@@ -134,7 +139,7 @@ class VectorCatalog(Catalog):
         except KeyError:
             raise UsageError(f"{path} must end in {', '.join(SUFFIXES)}") from None
         except FileNotFoundError:
-            raise UsageError(f"there is no file {path}") from None
+            raise UsageError(f"no such file: {path}") from None
         labels = fields.pop("labels", None)
         return cls.from_arrays(vectors, labels, source=str(path), **fields)
 
@@ -166,7 +171,7 @@ def parquet_columns(file: Path) -> dict[str, bool]:
 
 
 def _names_of(present: Collection[str]) -> dict[str, str]:
-    """Return the name of each field that a file has."""
+    """Return the column of each field that a file has."""
     names = {field: [n for n in choices if n in present] for field, choices in _NAMES.items()}
     return {field: matches[0] for field, matches in names.items() if matches}
 
@@ -183,12 +188,12 @@ def _flag(value: Any) -> Any:
 
 
 def load_arrays(file: Path, *fields: str) -> dict[str, Any]:
-    """Read the vectors of a .npz file and those of `fields` that it has, or a .npy file."""
+    """Read the vectors of a .npy or .npz file, and those of `fields` that a .npz file has."""
     zipped, problem = file.suffix.lower() == ".npz", f"{file} is not a NumPy file of plain arrays"
     try:
         arrays = np.load(file, allow_pickle=False, mmap_mode="r")
         if isinstance(arrays, np.ndarray) == zipped:
-            raise UsageError(f"{file} is a .np{'y' if zipped else 'z'} file; rename it")
+            raise UsageError(f"{file} is a .np{'y' if zipped else 'z'} file. Rename it.")
         if not zipped:
             return {"vectors": arrays}
         with arrays:
@@ -201,7 +206,7 @@ def load_arrays(file: Path, *fields: str) -> dict[str, Any]:
             problem = f"{file}: an array cannot be read"
             return {field: arrays[names[field]] for field in ("vectors", *fields) if field in names}
     except FileNotFoundError:
-        raise UsageError(f"there is no file {file}") from None
+        raise UsageError(f"no such file: {file}") from None
     except (UsageError, MemoryError):
         raise
     except Exception as error:  # damaged files raise anything: zlib.error, tokenize.TokenError, …

@@ -1,4 +1,4 @@
-"""Faces: detection and alignment, and the test protocols of LFW, YTF and MegaFace.
+"""Faces: detection, alignment, and the evaluation protocols of LFW, YTF and MegaFace.
 
 Names are imported on first use.
 """

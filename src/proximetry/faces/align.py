@@ -68,21 +68,21 @@ def align_folder(
 ) -> Alignment:
     """Align the faces in all images below a folder; resume an interrupted call.
 
-    The new folder has the same sub-folders with a PNG file for each kept face, and `faces.csv`,
-    which lists every image and every detected face.
+    The output folder has the same subfolders, a PNG file for each kept face, and `faces.csv`, which
+    lists every image and every detected face.
 
     Args:
         folder: the images.
         out: the output folder; may contain the output of an earlier call with the same settings.
-        size: height and width; the template of 112x96 is the middle of that of 112x112.
+        size: height and width; the 112x96 template is the center of the 112x112 template.
         keep: the largest face of an image, the one nearest to its center, or all.
         detector: an SCRFD model with key points; by default that of an installed package.
         progress: called with (images done, images in total).
         log: called with messages.
 
     Raises:
-        UsageError: there is nothing to align (also if all images have the size of an aligned
-            face), no detector, or `out` contains other files.
+        UsageError: if there is nothing to align, all images already have the size of an aligned
+            face, there is no detector, or `out` contains other files.
     """
     for name, value, choices in (("size", size, get_args(Size)), ("keep", keep, get_args(Keep))):
         if value not in choices:
@@ -90,7 +90,7 @@ def align_folder(
     source, out_folder = Path(folder), Path(out)
     paths = _find_images(source, out_folder, log)
     if _is_aligned(source, paths, size):
-        raise UsageError(f"all images in {source} are {size} already. Use them without aligning.")
+        raise UsageError(f"all images in {source} are already {size}. Use them without aligning.")
     file, package = (Path(detector), "") if detector is not None else find_detector()
     model = Detector(file)
     log(f"detector: {file.name}{package and f' of {package}'}")
@@ -99,7 +99,7 @@ def align_folder(
     settings["detector"] = f"{file.name} ({digest})"
     ambiguous = ambiguous_paths(paths, keep)
     align = partial(_align_images, source, out_folder, model, size, keep, ambiguous)
-    workers = min(cores(), MAX_WORKERS) + 1  # one more, while others wait for the disk
+    workers = min(cores(), MAX_WORKERS) + 1  # one more, since some wait for the disk
     with _open_journal(out_folder, settings) as journal, ThreadPoolExecutor(workers) as pool:
         finished = _finished_images(journal, source, out_folder, paths)
         remaining, done = [path for path in paths if path not in finished], len(finished)
@@ -136,7 +136,7 @@ def _find_images(folder: Path, out: Path, log: Log) -> list[str]:
 
 
 def _is_aligned(folder: Path, paths: Sequence[str], size: Size) -> bool:
-    """Whether all images that can be read have the size of an aligned face."""
+    """Return whether all readable images have the size of an aligned face."""
     sizes = set[tuple[int, int]]()
     for path in paths:
         with suppress(ImageError):
@@ -201,7 +201,7 @@ def _align_images(
             rows[path] = [_without_face(path, "unreadable", error.reason)]
     for (path, image), faces in zip(images.items(), detector(list(images.values())), strict=True):
         outputs = [""] * len(faces)
-        # Rounded first, so that the report has the numbers that the face was warped with.
+        # Rounded first, so that the report contains the values used for warping.
         scores = faces.scores.astype(np.float64).round(4)
         boxes, points = (array.astype(np.float64).round(2) for array in (faces.boxes, faces.points))
         for rank, row in enumerate(choose_faces(faces, keep, image.shape)):
@@ -211,7 +211,7 @@ def _align_images(
                 (out / outputs[row]).parent.mkdir(parents=True, exist_ok=True)
                 face = Image.fromarray(warp(image, matrix, *height_and_width(size)))
                 with atomic_path(out / outputs[row], durable=False) as file:
-                    # Higher levels take up to ten times as long and save a tenth at most.
+                    # Higher levels take up to ten times as long and save at most a tenth.
                     face.save(file, "PNG", compress_level=1)
         status, reason = "aligned", ""
         if not any(outputs):
@@ -284,7 +284,7 @@ def _open_journal(out_folder: Path, settings: dict[str, str]) -> Iterator[sqlite
 def _finished_images(
     journal: sqlite3.Connection, folder: Path, out_folder: Path, paths: Sequence[str]
 ) -> set[str]:
-    """Return the finished images; remove the faces of images that changed or miss a face."""
+    """Return the finished images; remove the outputs of changed or incomplete ones."""
     finished, stale = set[str](), dict[str, list[Path]]()
     for name, stamp, rows in journal.execute("SELECT path, stamp, rows FROM aligned"):
         path, (first, *others) = os.fsdecode(name), json.loads(rows)
@@ -297,7 +297,7 @@ def _finished_images(
             stale[path] = outputs
     if missing := sorted((finished | stale.keys()).difference(paths)):
         raise UsageError(
-            f"{out_folder} has the faces of {len(missing)} images that are no longer in {folder}: "
+            f"{out_folder} has faces of {len(missing)} images that are no longer in {folder}: "
             f"{join_first(missing, 3)}. Restore them, or choose another output folder."
         )
     for path, outputs in stale.items():
@@ -309,7 +309,7 @@ def _finished_images(
 
 
 def _write_report(journal: sqlite3.Connection, out_folder: Path, paths: Sequence[str]) -> Alignment:
-    """Write the list of all images and faces, and return the counts."""
+    """Write the list of all images and faces; return the summary."""
     count: Counter[str] = Counter()
     with (
         atomic_path(out_folder / REPORT) as report,

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,6 @@ from PIL import Image
 from proximetry._util.errors import UsageError
 from proximetry._util.tensors import chunks
 from proximetry.models.onnx_network import describe_tensors, open_session, reason_of
-
-if TYPE_CHECKING:
-    pass
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Pixels: TypeAlias = npt.NDArray[np.uint8]
@@ -57,10 +54,10 @@ class Faces:
 
 
 class Detector:
-    """SCRFD with key points.
+    """SCRFD face detector with five key points.
 
     SCRFD detects small faces better than faces that fill a large input. Images are therefore scaled
-    down to the input of the model but never up, a dynamic input is as small as the image allows,
+    down to the model's input size but never up, a dynamic input is as small as the image allows,
     and an image without a large face is halved and searched again.
 
     Attributes:
@@ -115,13 +112,13 @@ class Detector:
         return [Faces(one[:, 0], one[:, 1:5], one[:, 5:].reshape(-1, 5, 2)) for one in results]
 
     def _retry(self, image: Pixels, faces: Floats, shrink: int) -> bool:
-        """Whether a large face may have been missed, and a smaller image is possible."""
+        """Return whether a large face may have been missed and a smaller image is possible."""
         longest: int = max(image.shape[:2])
         largest = float((faces[:, 3:5] - faces[:, 1:3]).max(initial=0))
         return largest < longest / 4 and self._scale(image) * longest / shrink >= MIN_SIDE
 
     def _detect(self, images: Sequence[Pixels], shrink: int) -> list[Floats]:
-        """Detect faces in images that are scaled down to fit, and then divided by `shrink`."""
+        """Detect faces in images that are scaled down to fit and then by a factor `shrink`."""
         fitted = [_scale_down(image, self._scale(image) / shrink) for image in images]
         step = STRIDES[-1]
         padded = [tuple(-(-side // step) * step for side in small.shape[:2]) for small in fitted]
@@ -189,7 +186,7 @@ def _select(faces: Floats) -> Floats:
 
 
 def find_detector() -> tuple[Path, str]:
-    """Return the detector of an installed package, without running its code, and its license."""
+    """Return the detector file of an installed package and its license; runs no code of it."""
     with suppress(PackageNotFoundError):
         package = distribution(PACKAGE)
         for path in package.files or ():
@@ -206,7 +203,7 @@ def _scale_down(image: Pixels, scale: float) -> Pixels:
     if scale == 1:
         return image
     size = [max(1, round(side * scale)) for side in image.shape[1::-1]]
-    # A gap of 2 halves large images in whole steps first: much faster, and as good here.
+    # A gap of 2 first halves large images in whole steps: much faster, and as accurate here.
     small = Image.fromarray(image).resize(size, Image.Resampling.BILINEAR, reducing_gap=2.0)
     return np.asarray(small)
 

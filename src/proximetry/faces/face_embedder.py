@@ -18,7 +18,7 @@ from proximetry.models.embedder import extract_features
 
 @dataclass(frozen=True)
 class FaceEmbedder:
-    """A function from pixels to vectors.
+    """A face embedder: a function from pixels to vectors.
 
     Attributes:
         source: folder, file or hub address.
@@ -26,8 +26,8 @@ class FaceEmbedder:
         preprocessing: from images to pixels.
         embed: maps pixels, uint8 RGB [B, 3, H, W], to vectors [B, dim].
         device: device of the pixels.
-        flip_tta: whether a vector already describes both the image and its mirror image.
-        onnx: whether it is an ONNX file.
+        flip_tta: whether a vector already combines the image and its mirror image.
+        onnx: whether the source is an ONNX file.
     """
 
     source: str
@@ -40,13 +40,13 @@ class FaceEmbedder:
 
     @property
     def views(self) -> str:
-        """Describe the views of an image in a vector."""
+        """The views of an image that its vector combines, in words."""
         if self.flip_tta:
             return "image and mirror image in one embedding (flip TTA)"
         return "image and mirror image, concatenated"
 
     def size_notes(self, file: str) -> list[str]:
-        """Return a note if an image does not have the size of the faces an ONNX model takes."""
+        """Return a note if an image does not have the input size of an ONNX model."""
         crop = self.preprocessing.crop
         try:
             width, height = image_size(file)
@@ -55,7 +55,7 @@ class FaceEmbedder:
         if not self.onnx or (height, width) == crop:
             return []
         return [
-            f"images are scaled and cropped ({file} has {width}×{height} pixels, the model takes "
+            f"images are scaled and cropped ({file} has {width}×{height} pixels, the model's input "
             f"{crop[1]}×{crop[0]}). Align them first with `proximetry faces align`."
         ]
 

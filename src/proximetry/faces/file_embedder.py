@@ -18,7 +18,7 @@ from proximetry.models.encoding import embed_images
 
 
 def describe_rates(result: Verification | Identification, missing: str) -> str:
-    """Return TAR at every FAR as text; FARs that cannot be measured have the text ``missing``."""
+    """Return TAR at every FAR as text, with ``missing`` for FARs that cannot be measured."""
     rates = [f"{far:g}: {100 * tar:.2f} %" for far, tar in result.tar_at_far.items()]
     return ", ".join([*rates, *(f"{far:g}: {missing}" for far in result.unmeasurable_far)])
 
@@ -66,7 +66,7 @@ class FileEmbedder:
 
         raise_on_all_ranks(add, self.group)
         if self.group is not None:
-            # A single image is embedded by one process and adds to zeros.
+            # The sum of a single image is exact: all other processes add zeros.
             total = sums.to(self.embedder.device)
             dist.all_reduce(total, group=self.group)
             sums = total.cpu()
@@ -84,7 +84,7 @@ class FileEmbedder:
     ) -> Iterator[tuple[list[int], Tensor]]:
         """Yield the indices and vectors of this process's share, batch by batch.
 
-        Processes get whole batches: vectors do not depend on the number of processes.
+        Processes get whole batches, so that vectors do not depend on their number.
         """
         parts = list(chunks(len(files), self.batch_size))
         if self.group is not None:

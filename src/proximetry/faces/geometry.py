@@ -25,7 +25,7 @@ _LEFT: dict[Size, float] = {"112x112": 8.0, "112x96": 0.0}
 
 
 def height_and_width(size: Size) -> tuple[int, int]:
-    """Return height and width of a size."""
+    """Return the height and width of a size."""
     height, width = map(int, size.split("x"))
     return height, width
 
@@ -38,8 +38,14 @@ def template(size: Size) -> npt.NDArray[np.float64]:
 def similarity(points: Floats, targets: Floats) -> npt.NDArray[np.float64] | None:
     """Return the 2 × 3 matrix of the least-squares similarity (Umeyama 1991) of points to targets.
 
-    In the plane, rotation and scale are one multiplication of complex numbers, z → az + b, so this
-    is linear regression. None if the points coincide or would be shrunk to one.
+    In the plane, a similarity is a linear map of complex numbers, z → az + b, so this is linear
+    regression. None if the points coincide or would shrink to one point.
+
+    Examples:
+        >>> targets = template("112x112")
+        >>> similarity(targets / 2 - 5, targets).round(3)
+        array([[ 2., -0., 10.],
+               [ 0.,  2., 10.]])
     """
     z, w = (np.asarray(p, np.float64) @ (1, 1j) for p in (points, targets))
     centered = z - z.mean()
@@ -67,7 +73,7 @@ def warp(image: Pixels, matrix: Floats, height: int, width: int) -> Pixels:
     # The center of Pillow's first pixel is (0.5, 0.5).
     origin = start - complex(left - 1, top - 1) + (0.5 + 0.5j) * (1 - inverse)
     affine = (inverse.real, -inverse.imag, origin.real, inverse.imag, inverse.real, origin.imag)
-    planes = [  # of floats, since Pillow does not round bytes but truncates them
+    planes = [  # floats, since Pillow truncates bytes instead of rounding
         np.asarray(
             Image.fromarray(plane).transform(
                 (width, height), Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR

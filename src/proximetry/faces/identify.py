@@ -37,14 +37,14 @@ _BLOCK = 4096  # distractors compared per step; an embedder returns fewer at a t
 
 @dataclass(frozen=True)
 class ProbeSet:
-    """Probes and distractors, not embedded yet.
+    """Probes and distractors before embedding.
 
     Attributes:
-        files: the probes, at least two images of each person.
-        labels: the person of each.
+        files: the probes, at least two images per person.
+        labels: the person in each probe.
         distractors: image files, or vectors.
         source: origin of the distractors.
-        notes: remarks for the result.
+        notes: notes for the result.
     """
 
     files: tuple[str, ...]
@@ -68,7 +68,7 @@ def read_people(
     single = [row for row, label in enumerate(catalog.labels) if counts[label] == 1]
     if not rows:
         raise UsageError(
-            f"{probes}: each of its {len(counts)} people has one image. A probe needs another "
+            f"{probes}: each of the {len(counts)} people has one image. A probe needs another "
             "image of the same person."
         )
     notes = list(catalog.notes)
@@ -115,7 +115,7 @@ def _read_distractors(path: Path, probes: Path) -> "Sequence[str] | Vectors":
 
 @dataclass(frozen=True)
 class PeopleIdentification:
-    """Result of `identify_people`, with the embedder."""
+    """Result of `identify_people`."""
 
     result: Identification
     probes: int
@@ -127,7 +127,7 @@ class PeopleIdentification:
     notes: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
-        """Return everything as plain values."""
+        """Return the result as JSON-compatible values."""
         r = self.result
         return {
             "embedder": self.embedder.source,
@@ -169,11 +169,24 @@ def identify_people(
     progress: Progress | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> PeopleIdentification:
-    """Identify people among distractors, as MegaFace does; options as in `verify_pairs`.
+    """Identify people among distractors with MegaFace's protocol; options as in `verify_pairs`.
 
-    Each image of a person is a probe for each other image of that person among all distractors, by
-    the cosine of the vectors of image and mirror image, or of the image only if the distractors are
-    such vectors. Distractors are streamed: images as they are embedded, vectors from their file.
+    Each image of a person is a probe for each other image of that person among all distractors.
+    Vectors combine image and mirror image, unless the distractors are vectors of images only, and
+    are compared by cosine. Distractors are streamed, not held in memory.
+
+    Examples:
+        >>> from PIL import Image
+        >>> from proximetry import Embedder
+        >>> from proximetry.faces import identify_people, open_embedder, read_people
+        >>> for name, color in (("ann/1", "red"), ("ann/2", "red"), ("bob/1", "blue")):
+        ...     Path("people", name).parent.mkdir(parents=True, exist_ok=True)
+        ...     Image.new("RGB", (32, 32), color).save(f"people/{name}.png")
+        >>> embedder = Embedder.create("small_convnet", 8, weights="none", image_size=32)
+        >>> folder = embedder.save("embedder")
+        >>> people = read_people("people")  # Bob, with a single image, is a distractor
+        >>> identify_people(open_embedder(folder), people).result.rates[1]
+        1.0
     """
     distractors, views, concat_flip = people.distractors, embedder.views, not embedder.flip_tta
     if isinstance(distractors, np.ndarray):
@@ -191,7 +204,7 @@ def identify_people(
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
     def report(before: int, done: int) -> None:
-        if progress is not None:  # all processes advance alike
+        if progress is not None:  # all processes advance equally
             progress(min(total, before + done * size), total)
 
     sums = faces.sum_by_owner(people.files, range(len(people.files)), lambda n, _: report(0, n))
@@ -238,7 +251,7 @@ def _embed_blocks(faces: FileEmbedder, files: Sequence[str]) -> Iterator[Tensor]
 def draw_cmc(result: Identification, label: str, out: Path) -> None:
     """Draw the cumulative match curve as SVG."""
     points = step_points([*range(1, DEPTH + 1), DEPTH], result.cmc(DEPTH).tolist())
-    title = "trials with this rank or a better one (%)"
+    title = "identification rate (%)"
     x_label = f"rank among {result.distractors} distractors"
     chart = line_chart(title, {label: points}, x_label=x_label, log=True, file=True)
     atomic_write(out, chart.encode())

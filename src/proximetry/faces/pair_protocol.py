@@ -28,7 +28,7 @@ _SAME = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no":
 
 
 class Pair(NamedTuple):
-    """A line of a list."""
+    """A line of a pair list."""
 
     line: int
     first: str
@@ -39,14 +39,14 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class PairProtocol:
-    """Pairs of images, their folds and whether they show the same person.
+    """Pairs of images with their folds, and whether they show the same person.
 
     Attributes:
-        source: the list.
+        source: the file of the pair list.
         format: "LFW", "YTF" or "CSV".
-        pairs: the lines that are compared.
+        pairs: the pairs to compare.
         templates: files by name: one image, or the frames of a video.
-        skipped: the lines that are not compared, each with the reason.
+        skipped: the skipped lines, each with the reason.
     """
 
     source: str
@@ -66,7 +66,7 @@ class PairProtocol:
         return list(dict.fromkeys(self.folds))
 
     def without(self, unreadable: Mapping[str, str]) -> "PairProtocol":
-        """Remove files, by name with the reason, and the pairs without any file."""
+        """Return a protocol without unreadable files, and without pairs that have no file left."""
         templates = {
             name: tuple(file for file in files if file not in unreadable)
             for name, files in self.templates.items()
@@ -103,10 +103,10 @@ class PairProtocol:
 def read_protocol(
     file: str | os.PathLike[str], folder: str | os.PathLike[str], bad_images: BadImages = "error"
 ) -> PairProtocol:
-    """Read a list of pairs and resolve its images below a folder, with any extension.
+    """Read a pair list and find its images below a folder, with any extension.
 
-    Lines with a missing image, or a video without frames, raise one error, or are skipped with
-    ``bad_images="skip"``.
+    With ``bad_images="skip"``, lines with a missing image or a video without frames are skipped; by
+    default they raise one ValueError.
     """
     if bad_images not in get_args(BadImages):
         raise UsageError(f"bad_images must be 'error' or 'skip', got {bad_images!r}")
@@ -149,7 +149,7 @@ def _describe_skipped(pairs: Iterable[Pair], reasons: Mapping[str, str]) -> list
 
 
 def _recognize(source: Path, text: str) -> Format:
-    """Return the format of a list by its first line."""
+    """Return the format of a pair list by its first line."""
     first = next((line for line in text.splitlines() if line.strip()), "")
     if re.fullmatch(r"\s*\d+(\s+\d+)?\s*", first):
         return "LFW"
@@ -196,7 +196,7 @@ def _read_rows(source: Path, text: str, kind: Format) -> list[Pair]:
         raise ValueError(f"{source} has no pairs")
     if pairs[0].fold:
         return pairs
-    # Without folds, distribute both kinds over ten, or fewer if there are too few.
+    # Without folds, distribute both kinds over ten, or over fewer if there are too few pairs.
     kinds = Counter(pair.same for pair in pairs)
     count = min(FOLDS, kinds[True], kinds[False]) or 1
     seen: Counter[bool] = Counter()
@@ -209,7 +209,7 @@ def _read_rows(source: Path, text: str, kind: Format) -> list[Pair]:
 def _find_images(
     root: Path, names: Iterable[str]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Return the files of each name below a folder, and why others are missing."""
+    """Return the files of each name below a folder, and the reasons for missing ones."""
 
     @cache
     def stems(folder: Path) -> dict[str, list[str]]:

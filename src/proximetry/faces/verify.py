@@ -20,7 +20,7 @@ from proximetry.metrics import Verification, pair_similarities, verify
 
 @dataclass(frozen=True)
 class PairVerification:
-    """Result of `verify_pairs`, with the pairs and the embedder."""
+    """Result of `verify_pairs`."""
 
     result: Verification
     protocol: PairProtocol
@@ -28,7 +28,7 @@ class PairVerification:
     notes: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
-        """Return everything as plain values."""
+        """Return the result as JSON-compatible values."""
         r, protocol = self.result, self.protocol
         folds = zip(protocol.fold_names, r.fold_accuracies, r.thresholds, strict=True)
         return {
@@ -47,7 +47,7 @@ class PairVerification:
             "tar_at_far": {f"{far:g}": tar for far, tar in r.tar_at_far.items()},
             "unmeasurable_far": list(r.unmeasurable_far),
             "folds": [
-                # JSON has no infinity: a threshold that accepts all pairs or none.
+                # JSON has no infinity, the threshold that accepts all pairs or none.
                 {
                     "fold": name,
                     "pairs": protocol.folds.count(name),
@@ -84,19 +84,33 @@ def verify_pairs(
     progress: Progress | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> PairVerification:
-    """Verify the pairs of a protocol by the cosine of the vectors of image and mirror image.
+    """Verify the pairs of a protocol by the cosine of their vectors.
 
-    A video is the mean of the unit vectors of its frames. `metrics.verify` chooses each fold's
-    threshold on the other folds. TAR is reported at every power of ten that the number of different
-    pairs allows.
+    A vector combines image and mirror image; a video is the mean of the unit vectors of its frames.
+    `metrics.verify` chooses each fold's threshold on the other folds. TAR is reported at every
+    power of ten that the number of different pairs allows.
 
     Args:
         embedder: maps pixels to vectors.
         protocol: the pairs.
         batch_size: images per forward pass.
-        bad_images: whether unreadable images raise, or their pairs are skipped.
+        bad_images: "error" raises for unreadable images, "skip" skips their pairs.
         progress: called with (images done, images in total).
         group: processes that share the images and return the same result.
+
+    Examples:
+        >>> from PIL import Image
+        >>> from proximetry import Embedder
+        >>> from proximetry.faces import open_embedder, read_protocol, verify_pairs
+        >>> for name, color in (("a1", "red"), ("a2", "red"), ("b1", "blue"), ("b2", "blue")):
+        ...     Image.new("RGB", (32, 32), color).save(f"{name}.png")
+        >>> pairs = Path("pairs.csv")
+        >>> size = pairs.write_text("a1,a2,1\\nb1,b2,1\\na1,b1,0\\na2,b2,0\\n")
+        >>> embedder = Embedder.create("small_convnet", 8, weights="none", image_size=32)
+        >>> folder = embedder.save("embedder")
+        >>> result = verify_pairs(open_embedder(folder), read_protocol(pairs, "."))
+        >>> result.result.accuracy
+        1.0
     """
     faces = FileEmbedder(embedder, not embedder.flip_tta, batch_size, bad_images, group)
     templates = protocol.templates

@@ -1,6 +1,6 @@
 """CUDA graphs: record the kernels of a network once and replay them with one launch.
 
-Networks take one tensor. Batches of another shape than the first run without the graph. If a
+Networks take one tensor. Batches whose shape differs from the first run without the graph. If
 recording fails, `on_failure` is called and all batches run without a graph; by default it raises.
 """
 
@@ -19,7 +19,7 @@ OnFailure = Callable[[str], None]
 class GraphedInference:
     """A network whose forward pass, without gradients, is a CUDA graph.
 
-    It uses the current weights if they are changed in place.
+    It uses the current weights, as long as they change in place.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Proxy-based losses for metric learning: one formulation, several engines, torch modules.
+"""Proxy-based losses for metric learning: torch modules with one formulation, several engines.
 
     loss = ProxyAnchor(num_classes=100, dim=512)
     loss(embeddings, labels).backward()

@@ -63,9 +63,10 @@ LOSSES: dict[str, "type[ProxyLoss]"] = {}
 
 
 class ProxyLoss(ConfigurableModule):
-    """A form, settings and proxies. Subclasses add the logits; a ``name`` registers them.
+    """Base of the proxy losses: a form, settings and proxies; subclasses add the logits.
 
-    Settings may be changed between steps; a bad value raises on assignment, not steps later.
+    A ``name`` in the class statement registers the loss. Settings may be changed between steps; an
+    invalid value raises on assignment.
     """
 
     num_classes: InitVar[int] = setting(count, "number of classes C")
@@ -78,30 +79,30 @@ class ProxyLoss(ConfigurableModule):
     )
     precision: Precision = setting(
         one_of(*get_args(Precision)),
-        "precision of the products in the fused engine; auto follows torch's settings for matrix "
-        "products and autocast",
+        "precision of matrix products in the fused engine; auto follows torch's matmul precision "
+        "and autocast",
         default="auto",
         last=True,
     )
     sampled_negatives: float = setting(
         share,
-        "share of the classes used in a training step: those of the batch and random others "
-        "(Partial FC)",
+        "fraction of the classes used in a training step: the classes of the batch and random "
+        "others (Partial FC)",
         default=1.0,
         last=True,
     )
     ignore_above: float | None = setting(
         optional(similarity),
-        "ignore negatives whose similarity S is above this: they may be of the sample's class",
+        "ignore negatives with a similarity S above this: they may belong to the sample's class",
         default=None,
         last=True,
     )
 
     use: ClassVar[str] = ""
-    """When to use it, for the documentation."""
+    """When to use the loss, for the documentation."""
     form: ClassVar[LossForm]
     default_init: ClassVar[Init] = "kaiming_normal"
-    # Values of settings that a loss does not declare. Without annotations they are not arguments.
+    # Defaults of settings that a loss does not declare. Unannotated, so they are not arguments.
     gamma = 1.0
     tau = 0.0
     label_smoothing = 0.0
@@ -114,7 +115,9 @@ class ProxyLoss(ConfigurableModule):
         if name is not None:
             old = LOSSES.get(name, cls)
             if (old.__module__, old.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise ValueError(f"a loss named {name!r} exists already: {old.__name__}")
+                raise ValueError(
+                    f"loss name already registered for {old.__name__}: {name!r}. Use another name."
+                )
             LOSSES[name], LOSS_SETTINGS[name] = cls, cls.settings()
 
     def build(self, arguments: dict[str, Any]) -> None:
@@ -141,9 +144,9 @@ class ProxyLoss(ConfigurableModule):
     ) -> float | Tensor:
         """Return the weight of each class's negative term in a class-wise loss: 1 / C.
 
-        ``present()`` returns an array with 1 for the classes in the batch and 0 for the others, and
-        the number of classes in the batch. If the proxies are sharded, the array has those of this
-        rank.
+        ``present()`` returns a tensor that is 1 for classes in the batch and 0 for the others, and
+        the number of classes in the batch. With sharded proxies, the tensor covers the classes of
+        this rank.
         """
         return 1.0 / classes
 
@@ -159,11 +162,20 @@ class ProxyLoss(ConfigurableModule):
         *,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return the loss of a batch [B, D] with labels [B], a float32 scalar.
+        """Compute the loss of a batch.
 
-        A sample of weight w counts as w samples; samples of weight 0 or label -1 are ignored.
-        ``reduction="none"`` returns per-sample terms [B], already weighted; class-wise losses
-        return per-class terms [C] whose mean is the loss.
+        Args:
+            embeddings: [B, D], of any length.
+            labels: class indices [B]; samples of label -1 are ignored.
+            weights: sample weights [B]; a sample of weight w counts as w samples.
+            reduction: "mean", "sum" or "none". "none" returns per-sample terms [B], already
+                weighted; class-wise losses return per-class terms [C] whose mean is the loss.
+
+        Returns:
+            A scalar, or the terms; float32 unless the proxies are float64.
+
+        Raises:
+            ValueError: for invalid shapes, types, labels or weights.
         """
         _reduction("reduction", reduction)
         shard = None
@@ -202,7 +214,7 @@ class ProxyLoss(ConfigurableModule):
             return loss if distance is None else loss + self.tau * distance * factor
 
     def choose_engine(self, batch_size: int) -> str:
-        """Return the engine for a batch of this size: the setting, or what auto chooses."""
+        """Return the engine for a batch of this size, with "auto" resolved."""
         if self.engine != "auto":
             return self.engine
         weight = self.proxies.weight
@@ -287,7 +299,7 @@ _ENGINES: dict[str, Callable[[], Engine]] = {
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[None]:
-    """Return a context without autocast; one that does nothing is faster."""
+    """Return a context that disables autocast; a null context, which is faster, if it is off."""
     is_enabled = torch.is_autocast_enabled(device_type)
     return torch.autocast(device_type, enabled=False) if is_enabled else nullcontext()
 
@@ -314,7 +326,7 @@ def validate_batch(
     if len(shape) != 2 or shape[0] == 0:
         raise ValueError(f"embeddings must be [batch, dim] and not empty, got shape {shape}")
     if dim is not None and shape[1] != dim:
-        raise ValueError(f"embeddings have {shape[1]} dimensions, and the loss has dim={dim}")
+        raise ValueError(f"embeddings have {shape[1]} dimensions, but the loss has dim={dim}")
     if not embeddings.is_floating_point():
         raise ValueError(f"embeddings must be floating point, got {embeddings.dtype}")
     labels = labels_tensor(embeddings, labels)
@@ -339,7 +351,7 @@ def validate_batch(
 
 
 def labels_tensor(embeddings: Tensor, labels: Labels) -> Tensor:
-    """Return labels as a tensor, on the device of the embeddings if they are not one already."""
+    """Return labels as a tensor; move lists and arrays to the device of the embeddings."""
     if isinstance(labels, Tensor):
         return labels
     array = as_labels(labels, len(embeddings))

@@ -1,4 +1,4 @@
-"""A batch as the losses use it: directions, lengths, and the weights of the samples."""
+"""Preparation of a batch: unit embeddings, their lengths, and sample weights."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class Batch(NamedTuple):
     x: Tensor
     """Embeddings [B, D] of length one."""
     length: Tensor
-    """Their lengths before [B]."""
+    """Lengths [B] before normalization."""
     labels: Tensor
     weights: Tensor
     log_weights: Tensor
@@ -25,11 +25,11 @@ class Batch(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """The computation of a loss; the functions of an engine agree with those of the others."""
+    """The functions that compute a loss; all engines return the same results."""
 
     solve: Callable[[Problem], Parts]
     normalize: Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Batch]
-    """Normalizes embeddings [B, D], given labels and weights [B], in the type of the proxies."""
+    """Normalizes embeddings [B, D], with labels and weights [B], in the dtype of the proxies."""
     pull: Callable[[Tensor, Batch, int], tuple[Tensor, Tensor]]
     """Returns the mean over the classes of the batch of log(1 + Σ w e^logit), given the logits [B]
     and the number of classes; and 1, or 0 if all samples are ignored."""
@@ -40,7 +40,7 @@ class Engine(NamedTuple):
 def normalize(
     embeddings: Tensor, labels: Tensor, weights: Tensor | None, dtype: torch.dtype
 ) -> Batch:
-    """Return the batch in a type; samples of weight 0 or label -1 are ignored."""
+    """Normalize a batch in a dtype; samples of weight 0 or label -1 are ignored."""
     if weights is None:
         weights = torch.ones_like(labels, dtype=dtype)
     weights = weights.to(dtype).masked_fill(labels < 0, 0.0)
@@ -48,8 +48,8 @@ def normalize(
     ignored = weights == 0
     labels = labels.masked_fill(ignored, 0)
     x, length = l2_normalize(embeddings.to(dtype).masked_fill(ignored.unsqueeze(1), 0.0))
-    # The exponential of an ignored sample is 0. With -inf the gradient of a sum over ignored
-    # samples only would be NaN.
+    # Low enough that the exponential of an ignored sample is 0. With -inf, the gradient would be
+    # NaN if all samples are ignored.
     log_weights = weights.log().clamp(min=torch.finfo(dtype).min / 4)
     return Batch(x, length, labels, weights, log_weights)
 

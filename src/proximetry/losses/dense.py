@@ -73,7 +73,7 @@ def dense(problem: Problem) -> Parts:
     s, _ = cosines(problem.x, problem.proxies)
     S = reduce_proxies(s, problem.form.similarity, problem.gamma)
     label_column, classes = problem.labels.unsqueeze(1), S.shape[1]
-    if problem.is_shard:  # one more column, for the labels outside
+    if problem.is_shard:  # one more column, for labels of other ranks
         S = F.pad(S, (0, 1))
         label_column = label_column.masked_fill(
             (label_column < 0) | (label_column > classes), classes

@@ -3,8 +3,8 @@
 Every loss here is a grouped log-sum-exp over class similarities. A `LossForm` names three choices:
 
 1. the *similarity* S(x, c), aggregated from the K proxies of class c;
-2. the grouping: *by* class, all samples of a class share one logarithm, or *by* sample, all classes
-   of a sample;
+2. the grouping: one logarithm *by* class, over the samples of the batch, or *by* sample, over the
+   classes;
 3. how the logits of a sample's class (positive) and the other classes (negatives) *join*.
 
 The margin is two short methods of the loss itself (`ProxyLoss.positive_logit` and
@@ -56,11 +56,11 @@ class Problem:
     gamma: float
     """Temperature of the soft assignment, for the similarity "soft"."""
     scale: float | Tensor
-    """The negative logit is ``scale · S + offset``; one scale, or one for each sample [B]."""
+    """The negative logit is ``scale · S + offset``; the scale is a number or one per sample [B]."""
     offset: float
     class_weight: float | Tensor | None = None
-    """Weight of the negative terms of class-wise losses, also per class [C]; None returns the
-    terms."""
+    """Weight of the negative terms of class-wise losses, a number or one per class [C]; with None
+    the engine returns the terms."""
     log_weights: Tensor | None = None
     """Logarithms of the sample weights [B], added to the logits of class-wise losses."""
     has_weights: bool = False
@@ -72,13 +72,13 @@ class Problem:
     ignore_above: float | None = None
     """Negatives with S(x, c) above this have logit -inf; the sum of similarities includes them."""
     update: Callable[[slice, Tensor], None] | None = None
-    """Receives the classes and the gradient of each tile in backward, after which their proxies may
-    change. Then there is no gradient of all proxies."""
+    """Called in backward with the classes and the gradient of each tile; may change their proxies.
+    With it, the engine returns no gradient of the proxies."""
     precision: Precision = "auto"
-    """Precision of the products in the fused engine; "auto" follows torch's setting."""
+    """Precision of matrix products in the fused engine; "auto" follows torch's setting."""
     is_shard: bool = False
-    """Whether labels may be outside 0 … C − 1: the class is on another rank. All classes here are
-    then negatives of the sample, and its `Parts.positive` is not used."""
+    """Whether labels may be outside 0 … C − 1, for classes on other ranks. All classes are then
+    negatives of the sample, and its `Parts.positive` is not used."""
 
 
 class Parts(NamedTuple):

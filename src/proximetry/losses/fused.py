@@ -1,4 +1,4 @@
-"""The fused engine: the result of the dense engine by Triton kernels, in chunks of classes.
+"""The fused engine: the dense engine's result, computed by Triton kernels in chunks of classes.
 
 For each chunk one kernel multiplies batch and proxies and computes the gradients of the cosines,
 and two kernels multiply these by the proxies and the batch. Forward of a class-wise loss computes
@@ -22,7 +22,7 @@ from proximetry.losses.streamed import dense_gradients, streamed
 
 #: Memory of a chunk: its normalized proxies, and the gradients of its cosines.
 CHUNK_BYTES = 48 * 2**20
-#: bf16 numbers for each float32 number, by precision or torch's setting for products.
+#: bf16 parts per float32 number, by precision or torch's matmul setting.
 PARTS = {"bf16": 1, "tf32": 2, "float32": 3} | {"medium": 1, "high": 2, "highest": 3}
 #: Below this |logit| the maximum is not subtracted: the parts of proxies times a derivative, about
 #: e^−|logit|, must not underflow.
@@ -32,7 +32,7 @@ _DIMS = 64
 
 
 class Tile(NamedTuple):
-    """How a kernel computes a product: the size of its tiles, and how Triton compiles it."""
+    """Tile sizes of a product, and compile options of its kernel."""
 
     rows: int
     columns: int
@@ -47,7 +47,7 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tiles of the products."""
+    """The tiles of all products."""
 
     log_sums: Tile
     entries: Tile
@@ -86,7 +86,10 @@ def fused(problem: Problem) -> Parts:
         raise ValueError(f"the fused engine needs float32 proxies, got {problem.proxies.dtype}")
     if problem.proxies.shape[1] > MAX_FUSED_K:
         k = problem.proxies.shape[1]
-        raise ValueError(f"the fused engine needs at most {MAX_FUSED_K} proxies per class, got {k}")
+        raise ValueError(
+            f"the fused engine needs at most {MAX_FUSED_K} proxies per class, got {k}. "
+            "Use engine='auto'."
+        )
     scale = problem.scale
     if problem.form.by == "class" and is_tensor(scale) and scale.requires_grad:
         return streamed(problem)  # the kernels do not compute the gradient of these scales
@@ -101,9 +104,9 @@ def fused(problem: Problem) -> Parts:
 def launcher(kernel: Any, **options: Any) -> Callable[..., None]:
     """Return a function that launches a kernel with these options: `launch(grid, *arguments)`.
 
-    The first launch on a device compiles the kernel; the others reuse it, which takes a fraction
-    of Triton's own look-up. Types of arguments must not change between launches, and arrays must
-    start at a multiple of 16 bytes (see `aligned`).
+    The first launch on a device compiles the kernel. Later launches reuse it, which is faster than
+    Triton's own lookup: types of arguments must not change between launches, and arrays must start
+    at a multiple of 16 bytes (see `aligned`).
     """
     options = {name: value for name, value in options.items() if name in _names(kernel)}
     constants = [options[name] for name in kernel.arg_names if name in options]
@@ -161,7 +164,7 @@ def _limits(device: torch.device) -> tuple[int, int]:
 
 
 def divide_evenly(n: int, limit: int) -> int:
-    """Return the size of equal parts of n things, at most ``limit`` in each."""
+    """Return the part size when n items are divided evenly into parts of at most ``limit``."""
     return -(-n // -(-n // limit))
 
 
@@ -171,7 +174,7 @@ def largest_divisor(n: int, limit: int) -> int:
 
 
 class _Plan:
-    """The sizes of tiles and chunks, and the kernels, of problems of one shape."""
+    """Tile sizes, chunk sizes and kernels for problems of one shape."""
 
     def __init__(
         self, batch: int, shape: tuple[int, int, int], parts: int, similarity: str,
@@ -198,7 +201,7 @@ class _Plan:
         row_bytes = 2 * parts * (self.padded_batch + self.padded_dim)
         unit = max(self.tile, tiles.proxies.rows // self.kp)  # classes
         count = max(1, chunk_bytes // (row_bytes * self.k * unit))
-        # As many tiles as multiprocessors, or a multiple, occupy all of them to the end.
+        # A multiple of the number of multiprocessors keeps all of them busy to the end.
         wave = max(1, self.processors // self.blocks)
         count = count // wave * wave if count > wave else count
         needed = -(-self.classes // unit)
@@ -239,7 +242,7 @@ class _Plan:
         }  # fmt: skip
 
     def row_blocks(self) -> dict[str, int]:
-        """Return how many classes and dimensions a program reads at once, at most 4 096 numbers."""
+        """Return the number of classes and dimensions per read, at most 4 096 numbers."""
         width = power_of_2(self.padded_dim, 16, max(16, 4096 // self.kp))
         count = max(1, min(8, 4096 // (self.kp * width)))
         if self.k > 1:  # sums over the dimensions are faster within a warp
@@ -526,12 +529,12 @@ class _Gradients:
 
 
 class _ByClass(torch.autograd.Function):
-    """Negative term of a class-wise loss, whose value and gradients need one pass."""
+    """Negative term of a class-wise loss: value and gradients in one pass."""
 
     @staticmethod
     def forward(ctx: Any, fused: _Fused, *inputs: Any) -> Any:
         weight, ctx.gradients, needs = fused.problem.class_weight, None, ctx.needs_input_grad[1:]
-        # Terms without a weight, and updates, need the gradients of backward.
+        # Unweighted terms and updates need the gradients of backward.
         if weight is not None and fused.problem.update is None and any(needs):
             ctx.gradients = _Gradients(fused, needs)
         positive = fused.positives()

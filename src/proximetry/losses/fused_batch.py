@@ -1,4 +1,4 @@
-"""The functions of `batch`, each in one kernel: with many small ones a GPU waits for the CPU."""
+"""The functions of `batch`, each in one kernel: with many small kernels a GPU waits for the CPU."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from proximetry.losses.fused import aligned, launcher, power_of_2
 def normalize(
     embeddings: Tensor, labels: Tensor, weights: Tensor | None, dtype: torch.dtype
 ) -> Batch:
-    """Return the same as `batch.normalize`, in float32."""
+    """Normalize a batch like `batch.normalize`, in float32."""
     if dtype != torch.float32:
         raise ValueError(f"the fused engine needs float32 proxies, got {dtype}. Use engine='auto'.")
     if not (embeddings.is_cuda or kernels.INTERPRETED.value):
@@ -27,13 +27,13 @@ def normalize(
 
 
 def pull(logit: Tensor, batch: Batch, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return the same as `batch.pull`."""
+    """See `Engine.pull`."""
     with torch.cuda.device_of(logit):  # type: ignore[no-untyped-call]
         return _Pull.apply(logit, batch, num_classes)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def mean(terms: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same as `batch.mean`."""
+    """See `Engine.mean`."""
     with torch.cuda.device_of(terms):  # type: ignore[no-untyped-call]
         return _Mean.apply(terms, weights)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -18,11 +18,11 @@ import triton.language as tl
 
 #: Triton's interpreter cannot multiply bf16 numbers.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-#: The logarithm of weight 0: finite, as with -inf gradients would be NaN (see `batch.normalize`).
+#: The logarithm of weight 0: finite, since -inf would give NaN gradients (see `batch.normalize`).
 _LOG_ZERO = tl.constexpr(-8.507058730234616e37)
-#: How the K proxies of a class give its similarity.
+#: AGGREGATION of the kernels: how the similarity of a class is computed from its K proxies.
 AGGREGATIONS = {"single": 0, "mean": 0, "soft": 1, "max": 2}
-#: Kernels are not compiled for values of these arguments: see `fused.launcher`.
+#: Arguments for whose values kernels are not specialized; see `fused.launcher`.
 _INTEGERS = [
     "first", "count", "rows", "batch", "classes", "capacity", "splits", "programs", "start", "n"
 ]  # fmt: skip
@@ -54,7 +54,7 @@ def _load(pointer, mask, MASKED: tl.constexpr):
 def _multiply(
     acc, a, b, a_part, b_part, a_mask, b_mask, PARTS: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Return acc + a @ b, for pointers to the first parts; masks count only if MASKED.
+    """Return acc + a @ b, for pointers to the first parts; masks are used only if MASKED.
 
     Matrix units truncate their sums. With three parts they add few numbers, and the sum is rounded.
     """
@@ -168,7 +168,7 @@ def _products(
     value, weight, class_, count, d,
     K: tl.constexpr, KP: tl.constexpr, DIM: tl.constexpr, GRAM: tl.constexpr,
 ):  # fmt: skip
-    """Return the part of the dimensions d in squared lengths and Gram matrices of the proxies."""
+    """Return what dimensions d add to the squared lengths and Gram matrices of the proxies."""
     squares = tl.sum(value * value, 2)
     gram = tl.zeros((value.shape[0], KP, KP), tl.float32)
     if GRAM:
@@ -291,8 +291,8 @@ def log_sums(
 ):  # fmt: skip
     """Continue each sample's running log-sum-exp of the negatives, peaks + log(sums).
 
-    Program (i, j) adds every tile of the chunk whose index is j modulo the number of programs, and
-    stores its result in row j. The first chunk starts it.
+    Program (i, j) adds the tiles whose index is j modulo the number of programs, and stores its
+    result in row j. The first chunk initializes the rows.
     """
     BC: tl.constexpr = BR // KP
     sample = tl.program_id(0) * BB + tl.arange(0, BB)
@@ -611,7 +611,7 @@ def add_positive_gradients(
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def multiply_unless_one(values, factor, n: tl.int64, BLOCK: tl.constexpr):
-    """Multiply an array by a number on the device; return at once if it is 1."""
+    """Multiply an array by a number on the device; return immediately if it is 1."""
     f = tl.load(factor)
     if f != 1.0:
         start = tl.program_id(0).to(tl.int64) * BLOCK

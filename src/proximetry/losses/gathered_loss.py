@@ -18,14 +18,21 @@ class Gathered(nn.Module):
 
     For a network in DistributedDataParallel (DDP). The gradients of the network and the loss equal
     those of one process with the whole batch; batches may differ in size. All processes of the
-    ``group`` must call it, all with weights or all without. If the arguments of one are invalid,
-    all raise.
+    ``group`` must call it, all with weights or all without. If the arguments of any process are
+    invalid, all raise.
 
     Every process computes the loss of the whole batch. DDP averages the gradients of the network,
     so gradients of the embeddings are multiplied by the number of processes. Gradients of the
     loss's parameters are equal on all processes: do not sum them. The first process broadcasts the
     parameters and buffers of the loss before the first batch, and a seed for each batch: a loss
     that draws random numbers draws the same on all processes.
+
+    Examples:
+        >>> import torch
+        >>> from proximetry.losses import ProxyAnchor, gathered
+        >>> loss = gathered(ProxyAnchor(num_classes=10, dim=8))
+        >>> loss(torch.randn(4, 8), torch.arange(4)).shape
+        torch.Size([])
     """
 
     def __init__(self, loss: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -33,7 +40,9 @@ class Gathered(nn.Module):
         if not isinstance(loss, nn.Module):
             raise ValueError(f"loss must be a module, got {format_value(loss)}")
         if any(isinstance(module, ShardedProxies) for module in loss.modules()):
-            raise ValueError("a loss with sharded proxies gathers the batches. Call it directly.")
+            raise ValueError(
+                "a loss with sharded proxies gathers batches itself. Call it directly."
+            )
         self.loss, self.group = loss, group
         self._shared = False
 
@@ -62,7 +71,7 @@ class Gathered(nn.Module):
 
 
 gathered = Gathered
-"""Alias of `Gathered`, as a function over losses."""
+"""Alias of `Gathered`, named like a function."""
 
 
 class GatheredBatch(NamedTuple):
@@ -82,10 +91,10 @@ def gather_batch(
     group: dist.ProcessGroup | None = None,
     host_group: dist.ProcessGroup | None = None,
 ) -> GatheredBatch:
-    """Gather the batches of all ranks; if the arguments of one are invalid, raise on all.
+    """Gather the batches of all ranks; if the arguments of any rank are invalid, raise on all.
 
-    The embeddings are gathered with gradient. The numbers of samples are exchanged in the
-    ``host_group``: with gloo this does not wait for the GPU.
+    The embeddings are gathered with gradient. Batch sizes are exchanged over ``host_group``, which
+    with gloo does not wait for the GPU.
     """
     invalid: ValueError | None = None
     checked: Tensor | None = None

@@ -164,7 +164,7 @@ class PairLoss(FullPrecision):
         if memory is not None:
             settings["memory"] = memory
             if dim is None:
-                raise ValueError("cross-batch memory needs dim, the embedding dimension")
+                raise ValueError("cross-batch memory needs the embedding dimension. Pass dim.")
         for name in ("losses", "miners", "distances"):
             import_optional(f"pytorch_metric_learning.{name}", "pairs", "a pair loss")
         pml = import_optional("pytorch_metric_learning", "pairs", "a pair loss")

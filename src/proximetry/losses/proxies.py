@@ -30,10 +30,11 @@ def draw(
     generator: torch.Generator | None,
     num_classes: int | None = None,
 ) -> Tensor:
-    """Draw [C, K, D] proxies as in the authors' code; with ``num_classes``, C of that many classes.
+    """Draw proxies [C, K, D], initialized as in the authors' code.
 
     The loss does not depend on the length of a proxy, but the angle of an optimizer step does:
-    published learning rates need the published initialization.
+    published learning rates need the published initialization. ``num_classes`` is the total number
+    of classes if these are a part of them.
 
     - ``kaiming_normal`` (Proxy-Anchor): standard deviation √(2 / (C·K));
     - ``kaiming_uniform`` (SoftTriple): uniform in ±1 / √(C·K);
@@ -128,11 +129,19 @@ class Proxies(FullPrecision):
 
         Args:
             new_classes: the number of new classes, or their names if the old classes have names.
-            optimizer: the optimizer of the old parameter, which is replaced with the new one, with
-                zero moments for the new classes. None if there is no optimizer yet.
+            optimizer: the optimizer of the weight, in which the new parameter replaces the old one,
+                with zero moments for the new classes. None if there is no optimizer yet.
             init: an initialization (default: the previous one), a tensor [new, K, D] (or [new, D]
                 if K = 1), or for each new class a tensor [n, D] of example embeddings.
             generator: for random initializations.
+
+        Examples:
+            >>> from proximetry.losses import Proxies
+            >>> proxies = Proxies(num_classes=2, dim=8, names=["crow", "jay"])
+            >>> proxies.grow(["magpie"], optimizer=None)
+            range(2, 3)
+            >>> proxies.names, tuple(proxies.weight.shape)
+            (['crow', 'jay', 'magpie'], (3, 1, 8))
         """
         names = self.names
         if isinstance(new_classes, Sequence) and not isinstance(new_classes, str):
@@ -141,7 +150,7 @@ class Proxies(FullPrecision):
             names += new_classes
             new_classes = len(new_classes)
         elif names is not None:
-            raise ValueError("the new classes need names, like the old ones. Pass names.")
+            raise ValueError("the old classes have names. Pass names of the new ones.")
         added = count("new_classes", new_classes)
         total = self.num_classes + added
         encoded = _encode_names(names, total)
@@ -164,7 +173,7 @@ class Proxies(FullPrecision):
         elif isinstance(init, Tensor):
             new = init.unsqueeze(1) if init.ndim == 2 and shape[1] == 1 else init
             if tuple(new.shape) != shape:
-                raise ValueError(f"init must be {list(shape)}, got {list(init.shape)}")
+                raise ValueError(f"init must have shape {list(shape)}, got {list(init.shape)}")
         else:
             if len(init) != added:
                 got = len(init)
@@ -203,7 +212,7 @@ def parameter_groups(
     weight_decay: float | None = None,
     require_proxies: bool = True,
 ) -> list[dict[str, Any]]:
-    """Return optimizer groups for a model and its losses, with a learning rate for proxies.
+    """Return optimizer groups for a model and its losses, with a separate rate for proxies.
 
     Proxies need a much larger learning rate than the network, 100 times in the published recipes.
     The groups, without empty ones, are:
@@ -218,6 +227,14 @@ def parameter_groups(
 
     Raises:
         ValueError: for duplicate parameters, and for missing proxies if ``require_proxies``.
+
+    Examples:
+        >>> import torch
+        >>> from proximetry.losses import ProxyAnchor, parameter_groups
+        >>> model, loss = torch.nn.Linear(8, 4), ProxyAnchor(num_classes=3, dim=4)
+        >>> optimizer = torch.optim.AdamW(parameter_groups(model, loss, lr=1e-4))
+        >>> [(group["name"], group["lr"]) for group in optimizer.param_groups]
+        [('model', 0.0001), ('proxies', 0.01)]
     """
     lr = positive("lr", lr)
     for name, value, method in (
@@ -225,9 +242,7 @@ def parameter_groups(
         ("layer_decay", layer_decay, "backbone_layers"),
     ):
         if value != 1.0 and not hasattr(model, method):
-            raise ValueError(
-                f"{name} needs a model with {method}(); {type(model).__name__} has none"
-            )
+            raise ValueError(f"{name} needs a model with {method}(), got {type(model).__name__}")
     rates = {
         "proxies": lr * positive("proxy_lr_multiplier", proxy_lr_multiplier),
         "head": lr * positive("head_lr_multiplier", head_lr_multiplier),
@@ -289,7 +304,7 @@ def _replace_parameter(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> 
     """Replace a parameter of the optimizer, with zero moments for the new rows."""
     if not any(p is old for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
-            "the optimizer does not hold these proxies. Pass the optimizer of the loss."
+            "the optimizer does not contain these proxies. Pass the optimizer of the loss."
         )
     for group in optimizer.param_groups:
         group["params"] = [new if p is old else p for p in group["params"]]

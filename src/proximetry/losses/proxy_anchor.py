@@ -32,7 +32,17 @@ class ProxyAnchor(_AnchorLogits, ProxyLoss, name="proxy_anchor"):
     """Proxy-Anchor (Kim et al. 2020, eq. 4): each class against all samples of the batch.
 
     ``(1/|P⁺|) Σ_c log(1 + Σ_{y=c} e^{−α(s−δ)}) + (1/C) Σ_c log(1 + Σ_{y≠c} e^{α(s+δ)})``,
-    P⁺ the classes in the batch, α = ``alpha``, δ = ``margin``.
+    with P⁺ the classes in the batch, α = ``alpha``, δ = ``margin``.
+
+    Examples:
+        >>> import torch
+        >>> from proximetry.losses import ProxyAnchor
+        >>> loss = ProxyAnchor(num_classes=100, dim=64)
+        >>> embeddings = torch.randn(8, 64, requires_grad=True)
+        >>> value = loss(embeddings, torch.arange(8))
+        >>> value.backward()
+        >>> loss.proxies.weight.grad.shape
+        torch.Size([100, 1, 64])
     """
 
     use = "A good first choice: two robust settings, random sampling; large batches help."
@@ -57,6 +67,15 @@ class MPA(_MultiProxyAnchor, name="mpa"):
     S is the soft assignment of eq. 1 with temperature ``gamma``; ``tau`` weighs eq. 3. The paper
     states neither α (32 agrees with its Proxy-Anchor results) nor C⁻: ``negative_classes="all"``
     uses all classes, like Proxy-Anchor, ``"absent"`` those that are not in the batch.
+
+    Examples:
+        >>> import torch
+        >>> from proximetry.losses import MPA
+        >>> loss = MPA(num_classes=5, dim=16, proxies_per_class=3)
+        >>> loss(torch.randn(8, 16), torch.arange(8) % 5).shape
+        torch.Size([])
+        >>> loss.similarities(torch.randn(8, 16)).shape
+        torch.Size([8, 5])
     """
 
     use = "Few classes with many images each, and several modes per class."
@@ -92,7 +111,7 @@ class MPADW(_MultiProxyAnchor, name="mpa_dw"):
 class MPAAP(_MultiProxyAnchor, name="mpa_ap"):
     """MPA-AP (Saeki et al. 2021, eqs. 16, 17): all logits of a sample in one logarithm.
 
-    ``mean_i log(1 + e^{α(δ−S_iy)} + Σ_{c≠y} e^{α(S_ic+δ)})``. At most MPA-DW.
+    ``mean_i log(1 + e^{α(δ−S_iy)} + Σ_{c≠y} e^{α(S_ic+δ)})``. Never larger than MPA-DW.
     """
 
     use = "Like MPA, for batches of any composition; recommended by its authors."

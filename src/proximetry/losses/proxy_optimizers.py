@@ -30,7 +30,7 @@ class ProxyOptimizer(FullPrecision):
         super().__init__()
         self.lr = positive("lr", lr)
         self.weight_decay = non_negative("weight_decay", weight_decay)
-        self._proxies = [proxies]  # in a list: they are a module of the loss
+        self._proxies = [proxies]  # in a list, so as not to register them as a submodule
         self._shape = proxies.weight.shape
 
     def check(self, proxies: Proxies) -> None:
@@ -57,8 +57,8 @@ class ProxyOptimizer(FullPrecision):
 class ProxySGD(ProxyOptimizer):
     """SGD with momentum and weight decay, like `torch.optim.SGD`.
 
-    ``m ← momentum · m + g + weight_decay · w; w ← w − lr · m``. The state is one number for each
-    number of the proxies, or none if ``momentum`` is 0.
+    ``m ← momentum · m + g + weight_decay · w; w ← w − lr · m``. The state is as large as the
+    proxies, or empty if ``momentum`` is 0.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class RowwiseAdam(ProxyOptimizer):
 
     ``m ← β₁ m + (1 − β₁) g; v ← β₂ v + (1 − β₂) mean(g²); w ← w − lr · (m̂ / (√v̂ + ε) + λ w)``,
     where the mean is over the dimensions of a proxy, λ is ``weight_decay``, and m̂ and v̂ are
-    corrected for the zero start as in Adam. With β₁ = 0 the state is one number for each proxy.
+    bias-corrected as in Adam. With β₁ = 0 the state is one number per proxy.
     """
 
     second: Tensor
@@ -161,7 +161,7 @@ class RowwiseAdam(ProxyOptimizer):
         increment_version(weight)
 
     def _begin(self, classes: slice) -> None:
-        """Count the step at the first tile of a backward."""
+        """Count the step at the first tile of a backward pass."""
         if classes.start == 0:
             self.step.add_(1)
             corrections = torch.stack([1 - decay**self.step for decay in self.betas])

@@ -20,12 +20,12 @@ from proximetry.losses.proxies import Proxies
 from proximetry.losses.settings import FullPrecision, count, non_negative, positive
 from proximetry.losses.sharded import ShardedProxies
 
-#: Entries of a block of proxies.
+#: Maximum number of entries in a block of proxies.
 BLOCK_ENTRIES = 2**20
 
 
 class _Term(FullPrecision):
-    """A term with a weight."""
+    """Base of the regularizers: a term with a weight."""
 
     def __init__(self, weight: float = 1.0) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _Term(FullPrecision):
 
 
 class IntraClassRegularizer(_Term):
-    """Reduces the distances of the proxies of a class (Qian et al. 2019; Saeki et al. 2021, eq. 3).
+    """Pulls the proxies of a class together (Qian et al. 2019; Saeki et al. 2021, eq. 3).
 
     ``weight · Σ_c Σ_{t<s} √(2 + 1e-5 − 2 ŵ_ct·ŵ_cs) / (C·K·(K−1))``, half the mean distance of two
     proxies of a class. The 1e-5 keeps the gradient of equal proxies finite.
@@ -51,7 +51,7 @@ class IntraClassRegularizer(_Term):
 
 
 class ExclusiveRegularizer(_Term):
-    """Moves each class away from its nearest other class (RegularFace; Zhao et al. 2019).
+    """Pushes each class away from the nearest other class (RegularFace; Zhao et al. 2019).
 
     ``weight · (1/C) Σ_i max_{j≠i} cos(W_i, W_j)``, over all proxies if there are several per
     class. The nearest proxies are searched in tiles without gradient; only these pairs are
@@ -100,12 +100,12 @@ class _PairCosines(torch.autograd.Function):
 
 
 class CenterLoss(_Term):
-    """Center loss (Wen et al. 2016): moves embeddings to the running center of their class.
+    """Center loss (Wen et al. 2016): pulls embeddings to the running center of their class.
 
     ``weight · ½ · mean_i ‖x_i − c_{y_i}‖²``. The optimizer does not train the centers: in training
-    mode each call moves those of the batch by
+    mode each call updates the centers of the batch by
     ``c_j ← c_j − rate · Σ_{y_i=j} (c_j − x_i) / (1 + n_j)``, after computing the loss. Embeddings
-    are not normalized. A batch whose loss is not finite moves no center.
+    are not normalized. A batch whose loss is not finite does not change the centers.
     """
 
     centers: Tensor
@@ -119,7 +119,7 @@ class CenterLoss(_Term):
         self.register_buffer("centers", torch.zeros(shape))
 
     def forward(self, embeddings: Tensor, labels: Labels) -> Tensor:
-        """Return the term of a batch, and in training mode move the centers."""
+        """Return the term of a batch, and in training mode update the centers."""
         with torch.autocast(embeddings.device.type, enabled=False):
             labels, valid = _valid_labels(embeddings, labels, self.centers)
             offset = embeddings.to(self.centers.dtype) - self.centers[labels]
@@ -135,7 +135,7 @@ class CenterLoss(_Term):
 
 
 class AngularCenterLoss(_Term):
-    """Moves embeddings to the proxy of their class (the center loss of Zhao et al. 2019).
+    """Pulls embeddings to the proxy of their class (the center loss of Zhao et al. 2019).
 
     ``weight · mean_i (1 − cos(x_i, w_{y_i}))``: the proxies are the centers, trained by the
     optimizer. With several proxies per class, the nearest is used.
@@ -154,7 +154,7 @@ class AngularCenterLoss(_Term):
 
 
 class QuantizationLoss(_Term):
-    """Moves embeddings to their binary codes (Li et al. 2016, on the unit sphere).
+    """Pulls embeddings to their binary codes (Li et al. 2016, on the unit sphere).
 
     ``weight · mean_i ‖x̂_i − b_i / √D‖²`` with the unit vector x̂ and its code b = sign(x), of ±1.
     This equals the mean of (√D |x̂_ij| − 1)² over all entries, and of 2 (1 − cos(x_i, b_i)).

@@ -2,8 +2,8 @@
 
 With n of C classes, m of them in the batch:
 
-- Class-wise losses and the intra-class term count each random class (C − m) / (n − m) times, so the
-  expected value and gradients are those of all classes.
+- Class-wise losses and the intra-class term weight each random class by (C − m) / (n − m), so value
+  and gradients are unbiased.
 - Sample-wise losses take the log-sum-exp over the n classes, as in the paper.
 """
 
@@ -20,7 +20,7 @@ from proximetry.losses.form import Parts, Problem
 def sampled(
     solve: Callable[[Problem], Parts], problem: Problem, *, share: float, weights: Tensor
 ) -> Parts:
-    """Estimate the parts of a problem from a share of its classes, by ``solve``.
+    """Estimate the parts of a problem by solving it for a fraction of its classes.
 
     ``weights`` [B] are 0 for ignored samples, whose classes count as absent. Shapes do not depend
     on the labels, and nothing synchronizes with a GPU.
@@ -31,7 +31,7 @@ def sampled(
     size = max(round(share * classes), len(problem.x) + 1)  # at least one class is random
     if size >= classes:
         return solve(problem)
-    # Of sharded proxies, other ranks have the classes of some samples.
+    # With sharded proxies, the classes of some samples are on other ranks.
     inside = (problem.labels >= 0) & (problem.labels < classes)
     labels = problem.labels.masked_fill(~inside, 0)
     present = present_classes(labels, weights.masked_fill(~inside, 0.0), classes)

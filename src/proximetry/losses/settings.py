@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from proximetry._util.errors import UsageError, suggest
 from proximetry._util.formatting import format_value
 
-#: Larger settings, or positive ones below its inverse, overflow float32 in a loss.
+#: Settings above this, or positive ones below its inverse, overflow float32 in a loss.
 MAX_VALUE = 1e30
 REQUIRED: Any = Parameter.empty
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Check(Generic[T]):
-    """Validation of a value: returns it as stored, or raises a ValueError with its name."""
+    """Validates and converts a value, or raises a ValueError with the name of the setting."""
 
     kind: str
     """The accepted type, for documentation."""
@@ -61,7 +61,9 @@ cosine_margin = number("−2 ≤ float ≤ 2", -2.0, 2.0, "between -2 and 2")
 fraction = number("0 ≤ float ≤ 1", 0.0, 1.0, "between 0 and 1")
 share = number("0 < float ≤ 1", 1 / MAX_VALUE, 1.0, "above 0 and at most 1")
 similarity = number("−1 ≤ float ≤ 1", -1.0, 1.0, "between -1 and 1")
-angle = number("0 ≤ float < π", 0.0, math.nextafter(math.pi, 0.0), "an angle in radians below π")
+angle = number(
+    "0 ≤ float < π", 0.0, math.nextafter(math.pi, 0.0), "an angle in radians from 0 to below π"
+)
 count = Check(
     "int ≥ 1",
     "an integer of at least 1",
@@ -96,11 +98,11 @@ class Setting:
     help: str
     default: Any = REQUIRED
     last: bool = False
-    """Whether it is listed after the others."""
+    """Whether the argument is listed after the others."""
     alias: str | None = None
-    """The public name, if it is a property and this attribute stores its value."""
+    """The public name, if this attribute stores the value of a property."""
     is_constant: bool = False
-    """Whether it cannot be changed after construction."""
+    """Whether the argument cannot be changed after construction."""
 
 
 def setting(check: Check[Any], help: str, default: Any = REQUIRED, **options: Any) -> Any:
@@ -170,7 +172,7 @@ class ConfigurableModule(FullPrecision):
     __signature__: ClassVar[Signature] = Signature()
     _arguments: ClassVar[dict[str, Setting]] = {}
     optional_settings: ClassVar[tuple[str, ...]] = ()
-    """Settings that some subclasses declare; assigning one to another subclass raises."""
+    """Settings that only some subclasses declare; assigning one on other subclasses raises."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -1,8 +1,8 @@
 """Proxies split by class over the ranks of a process group.
 
 Every rank gathers the whole batch and solves the engine's `Problem` for its own classes. One or two
-sums over the ranks combine the parts, so that every rank has those of all classes. What follows has
-the size of the batch, and every rank computes it. Backward sums the gradient of the embeddings.
+all-reduces combine the parts of all ranks. The remaining computation has the size of the batch and
+is repeated on every rank. Backward sums the gradient of the embeddings over the ranks.
 """
 
 from __future__ import annotations
@@ -28,41 +28,45 @@ if TYPE_CHECKING:
 
     Loss = TypeVar("Loss", bound=ProxyLoss)
 
-#: Classes that are drawn from one generator.
+#: Number of classes drawn from one generator.
 BLOCK = 4096
 
 
 def shard(loss: Loss, group: dist.ProcessGroup | None = None) -> Loss:
     """Split the proxies of a loss by class over the ranks of a group; return the loss.
 
-    All ranks call this with the same loss, and from then on the loss with their own batches, which
-    may differ in size or be empty; all with weights or all without. Its value and its gradients are
-    those of the unsharded loss for the batches of all ranks as one:
+    Call it on all ranks with the same loss. Then each rank calls the loss with its own batch, which
+    may have any size or be empty; all ranks with weights or all without. Value and gradients equal
+    those of the unsharded loss for the batches of all ranks together:
 
-    - Every rank gets the same value. With ``reduction="none"`` it gets the terms of its own samples
-      or classes, and the gradients are those of the sum over the ranks.
+    - Every rank gets the same value. ``reduction="none"`` returns the terms of the rank's samples
+      or classes; the gradients are those of the sum over the ranks.
     - Gradients of the embeddings are multiplied by the number of ranks, because
       DistributedDataParallel averages the gradients of the network.
-    - Gradients of the proxies are complete. So are those of other parameters, which are equal on
-      all ranks: do not sum them.
-    - `ProxyLoss.similarities` returns those to the classes of the rank.
+    - Gradients of the proxies and of other parameters are complete: do not sum them over the ranks.
+    - `ProxyLoss.similarities` returns the similarities to the rank's classes.
 
-    Build a loss of very many classes on the meta device: every rank then draws its own proxies
-    only, the same ones for any number of ranks. Move the loss to its device afterwards.
+    Build a loss of very many classes on the meta device, and move it to its device afterwards: each
+    rank draws only its own proxies, which do not depend on the number of ranks.
 
-        with torch.device("meta"):
-            loss = ArcFace(num_classes=100_000_000, dim=512)
-        loss = shard(loss).to("cuda")
+    Examples:
+        >>> import torch
+        >>> from proximetry.losses import ArcFace, shard
+        >>> with torch.device("meta"):
+        ...     loss = ArcFace(num_classes=1000, dim=16)
+        >>> loss = shard(loss).to("cpu")
+        >>> loss(torch.randn(4, 16), [0, 1, 2, 999]).shape
+        torch.Size([])
     """
     proxies, ranks = loss.proxies, _ranks(group)
     if isinstance(proxies, ShardedProxies):
-        raise ValueError("the proxies are sharded already. Call the loss directly.")
+        raise ValueError("the proxies are already sharded. Call shard() once.")
     if proxies.num_classes < ranks:
         raise ValueError(
-            f"num_classes must be at least the number of ranks, {ranks}, to shard the proxies; got "
-            f"{proxies.num_classes}"
+            f"num_classes must be at least the number of ranks, {ranks}; got "
+            f"{proxies.num_classes}. Use fewer ranks."
         )
-    if proxies.weight.is_meta:  # the other tensors are those of a loss with one class
+    if proxies.weight.is_meta:  # the other tensors do not depend on the number of classes
         loss.load_state_dict(_other_state(loss.rebuild(num_classes=1)), strict=False, assign=True)
     shared: list[Any] = [_other_state(loss), int(torch.randint(2**62, ()))]
     if ranks > 1:
@@ -78,11 +82,10 @@ def _other_state(loss: nn.Module) -> dict[str, Tensor]:
 
 
 class ShardedProxies(Proxies):
-    """The proxies of the classes ``start`` … ``stop`` − 1, on one of the ranks of a group.
+    """The proxies of classes ``start`` … ``stop`` − 1, on one rank of a group; made by `shard`.
 
     The classes are split evenly; the first ranks have the remainder. ``weight`` has the proxies of
-    this rank, ``num_classes`` counts all classes, and ``names`` has the names of all. Made by
-    `shard`.
+    this rank, ``num_classes`` and ``names`` cover all classes.
     """
 
     def __init__(self, proxies: Proxies, group: dist.ProcessGroup | None, seed: int) -> None:
@@ -133,16 +136,16 @@ class ShardedProxies(Proxies):
     def gather(
         self, embeddings: Tensor, labels: Labels, weights: Weights | None
     ) -> tuple[ShardedBatch, Tensor, Tensor, Tensor | None]:
-        """Return the batches of all ranks as one, after the object that computes a loss of it."""
+        """Gather the batches of all ranks; return an object that computes a loss, and the batch."""
         from proximetry.losses.gathered_loss import gather_batch  # imports this module
 
         batch = gather_batch(embeddings, labels, weights, self.group, self.host_group)
         return ShardedBatch(self, batch.counts), batch.embeddings, batch.labels, batch.weights
 
     def sum(self, *values: Tensor | None) -> list[Any]:
-        """Return the sums of tensors over the ranks, by one collective; None stays None.
+        """Sum tensors over the ranks in one collective; None stays None.
 
-        Every rank must compute the same from them: the gradient of a term is that of the sum.
+        All ranks must use the sums in the same way: the gradient of a term is that of the sum.
         """
         tensors = [value for value in values if value is not None]
         flat: Tensor = _Sum.apply(torch.cat([t.reshape(-1) for t in tensors]), self.group)  # type: ignore[no-untyped-call]
@@ -150,7 +153,7 @@ class ShardedProxies(Proxies):
         return [None if value is None else next(sums).view_as(value) for value in values]
 
     def mean_over_classes(self, mean: Tensor) -> Tensor:
-        """Return this rank's share of the mean over all classes from the mean over its own."""
+        """Convert the mean over this rank's classes to its share of the mean over all classes."""
         return mean * (len(self.weight) / self.num_classes)
 
 
@@ -163,7 +166,7 @@ def class_range(num_classes: int, rank: int, ranks: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """The computation of one loss: the proxies, and the number of samples of each rank."""
+    """The computation of a loss: its proxies, and the number of samples of each rank."""
 
     proxies: ShardedProxies
     counts: list[int]
@@ -185,7 +188,7 @@ class ShardedBatch:
     def _solve(self, solve: Callable[[Problem], Parts], problem: Problem) -> Parts:
         """Solve a problem for the classes of this rank, and combine the parts of all ranks.
 
-        Terms of classes are those of this rank.
+        Per-class terms cover the classes of this rank.
         """
         shards, scale = self.proxies, problem.scale
         x = self._enter(problem.x, self.counts)
@@ -213,7 +216,7 @@ class ShardedBatch:
     def _reduce_by_class(
         self, loss: ProxyLoss, engine: Engine, problem: Problem, batch: Batch, reduction: Any
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return what `ProxyLoss._reduce_by_class` returns, without an array of all classes."""
+        """Do the same as `ProxyLoss._reduce_by_class`, without an array of all classes."""
         x, classes, own_classes = problem.x, self.proxies.num_classes, len(problem.proxies)
         counts = (batch.weights > 0).to(x.dtype)
         # Number the classes of the batch.
@@ -243,7 +246,7 @@ class ShardedBatch:
         return mean, factor, distance
 
     def _own_labels(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the labels counted from the first class of this rank; which are outside."""
+        """Return labels relative to this rank's first class, and a mask of those of other ranks."""
         own = labels - self.proxies.start
         return own, (own < 0) | (own >= len(self.proxies.weight))
 
@@ -264,7 +267,7 @@ class ShardedBatch:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks, from which every rank computes the same."""
+    """Sum over the ranks. The gradient passes unchanged: all ranks use the sum in the same way."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -276,9 +279,9 @@ class _Sum(torch.autograd.Function):
 
 
 class _Enter(torch.autograd.Function):
-    """A value that is equal on all ranks, from which each computes a part; sums the gradients.
+    """Identity on a value that is equal on all ranks; sums the gradients over the ranks.
 
-    With ``counts`` of rows, each rank gets the gradient of its own rows, and others are not used.
+    With ``counts`` of rows, each rank needs the gradient of its own rows only.
     """
 
     @staticmethod

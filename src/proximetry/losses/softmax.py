@@ -43,7 +43,7 @@ class _Softmax(ProxyLoss):
 
     label_smoothing: float = setting(
         fraction,
-        "label smoothing ε: the share of the target spread evenly over all classes",
+        "label smoothing ε: the fraction of the target spread evenly over all classes",
         default=0.0,
         last=True,
     )
@@ -102,6 +102,13 @@ class SoftTriple(_Softmax, name="soft_triple"):
 
     ``mean_i −log( e^{λ(S_iy−δ)} / (e^{λ(S_iy−δ)} + Σ_{c≠y} e^{λ S_ic}) )`` plus ``tau`` times the
     intra-class term; λ = ``scale``, δ = ``margin``, ``gamma`` the temperature of the assignment.
+
+    Examples:
+        >>> import torch
+        >>> from proximetry.losses import SoftTriple
+        >>> loss = SoftTriple(num_classes=5, dim=16, proxies_per_class=2)
+        >>> loss(torch.randn(8, 16), torch.arange(8) % 5, reduction="none").shape
+        torch.Size([8])
     """
 
     use = "Many classes with few images each (then K = 2), or classes with several modes."
@@ -129,7 +136,15 @@ class SoftTriple(_Softmax, name="soft_triple"):
 class NormSoftmax(_Softmax, name="norm_softmax"):
     """Normalized softmax (Zhai & Wu 2019): cross-entropy on ``scale`` · cos.
 
-    With ``proxies_per_class`` > 1 S is the cosine of the nearest one (sub-centers).
+    With ``proxies_per_class`` > 1, S is the cosine with the nearest proxy of a class (sub-centers).
+
+    Examples:
+        >>> import torch
+        >>> from proximetry.losses import NormSoftmax
+        >>> loss = NormSoftmax(num_classes=3, dim=3, scale=10)
+        >>> loss.proxies.weight.data = torch.eye(3)[:, None]
+        >>> round(loss(torch.eye(3), [0, 1, 2]).item(), 6)
+        9.1e-05
     """
 
     use = "A baseline with one setting, easy to train."

@@ -2,7 +2,7 @@
 
 Memory is O(batch · tile) beyond the proxies and their gradient, never batch × classes × K. For
 class-wise losses, forward also computes the gradients of each tile. For sample-wise losses, forward
-keeps a running log-sum-exp and backward visits the tiles again, unless there is one tile only. The
+keeps a running log-sum-exp and backward recomputes the tiles, unless there is only one. The
 similarities of the samples to their class are computed from gathered proxies, outside the
 tiles, so that autograd handles any margin.
 """
@@ -28,8 +28,8 @@ from proximetry.losses.dense import (
 )
 from proximetry.losses.form import Parts, Problem
 
-#: Maximum entries of a batch × tile × K block. On a GPU it should occupy the device. On a CPU the
-#: threads wait for each other after every operation, which takes long on a busy machine.
+#: Maximum number of entries in a batch × tile × K block. On a GPU it should occupy the device. On a
+#: CPU, threads synchronize after every operation, which is slow on a busy machine.
 TILE_ENTRIES = {"cpu": 2**21, "cuda": 2**26}
 
 #: Below this |logit| the exponential neither overflows nor underflows in float32 (e^60 ≈ 1e26), and
@@ -63,7 +63,7 @@ class _Tiled:
         self.problem = problem
         self.x, self.labels = problem.x, problem.labels
         self.rows = self.labels  # of the positives
-        if problem.is_shard:  # those of labels outside are not used
+        if problem.is_shard:  # rows for labels of other ranks are not used
             self.rows = self.labels.clamp(0, len(problem.proxies) - 1)
         self.proxies = problem.proxies.contiguous()
         self.reduction = problem.form.similarity, problem.gamma
@@ -100,7 +100,7 @@ class _Tiled:
         return z, s, S, inverse
 
     def empty_gradients(self, needs: Sequence[bool]) -> _Gradients:
-        """Return arrays for the gradients; that of the proxies has one tile if they are updated."""
+        """Allocate the gradients; with `Problem.update`, that of the proxies is one tile."""
         rows = len(self.proxies) if self.problem.update is None else self.tiles[0].stop
         return _Gradients(
             torch.zeros_like(self.x) if needs[0] else None,
@@ -121,7 +121,7 @@ class _Tiled:
         """Add the gradients of x, proxies and scale from ``g`` = ∂L/∂logit; overwrite g and s.
 
         ``direct`` [B] is the gradient of the sum of a sample's similarities. With `Problem.update`
-        the gradient of the proxies replaces that of the last tile.
+        the gradient of the proxies overwrites that of the previous tile.
         """
         if gradients.scale is not None:
             gradients.scale.add_((g * S).sum(1))
@@ -168,7 +168,7 @@ class _Finish:
         self.pull -= (g * s * inverse).T.unsqueeze(2) * w
 
     def tile(self, gradients: _Gradients, tile: slice) -> None:
-        """Complete the gradient of the proxies of a tile and update them, if there is an update."""
+        """Complete the proxy gradient of a tile and pass it to `Problem.update`, if set."""
         update = self.tiled.problem.update
         if update is not None and gradients.proxies is not None:
             gradient = gradients.proxies[: tile.stop - tile.start]
@@ -176,7 +176,7 @@ class _Finish:
             update(tile, gradient)
 
     def complete(self, gradients: _Gradients) -> _Gradients:
-        """Return the complete gradients, without that of updated proxies."""
+        """Return the complete gradients; that of updated proxies is None."""
         if gradients.x is not None:
             gradients.x.add_(self.x)
         if self.tiled.problem.update is not None:
@@ -216,7 +216,7 @@ def dense_gradients(ctx: Any, problem: Problem, *grads: Tensor | None) -> Any:
 
 
 class _ByClass(torch.autograd.Function):
-    """Negative term of a class-wise loss, whose value and gradients need one pass."""
+    """Negative term of a class-wise loss: value and gradients in one pass."""
 
     @staticmethod
     def forward(ctx: Any, tiled: _Tiled, *inputs: Any) -> Any:

@@ -113,9 +113,8 @@ def nmi(labels_true: Labels, labels_pred: Labels, average: Average = "arithmetic
     """Compute the normalized mutual information of two labelings, in [0, 1].
 
     Mutual information divided by the mean of the two entropies: ``"arithmetic"``
-    (H₁ + H₂)/2, scikit-learn's default and the choice of SoftTriple's code, or ``"geometric"``
-    √(H₁ H₂), that of ProxyNCA++'s. The same partition gives 1; if only one of the two is a
-    single group, 0.
+    (H₁ + H₂)/2, as in scikit-learn and SoftTriple's code, or ``"geometric"`` √(H₁ H₂), as in
+    ProxyNCA++'s code. The same partition gives 1; if only one of the two is a single group, 0.
     """
     if average not in ("arithmetic", "geometric"):
         raise ValueError(f'average must be "arithmetic" or "geometric", got {average!r}')
@@ -130,7 +129,7 @@ def nmi(labels_true: Labels, labels_pred: Labels, average: Average = "arithmetic
 
 
 def ami(labels_true: Labels, labels_pred: Labels) -> float:
-    """Compute adjusted mutual information: 0 on average if random, 1 for the same partition.
+    """Compute adjusted mutual information: 0 on average at random, 1 for the same partition.
 
     (MI − E[MI]) / ((H₁ + H₂)/2 − E[MI]) with the exact expectation over random labelings that
     have the same group sizes. Unlike ``nmi`` it does not grow with the number of groups.
@@ -187,15 +186,22 @@ class KMeans:
 def kmeans(
     embeddings: Embeddings, clusters: int, *, seed: int = 0, iterations: int = 100
 ) -> KMeans:
-    """Partition the rows into ``clusters`` groups of small squared distance to their mean.
+    """Partition rows into ``clusters`` groups by k-means.
 
     Lloyd's algorithm after greedy k-means++ initialization: each center is the best of 2 + ln k
     rows, drawn with probability proportional to the squared distance to the nearest center so far.
     It stops when the assignments stay the same or ``iterations`` is reached. An empty cluster gets
-    the row farthest from its center; identical rows are never split, so data with fewer distinct
-    rows than ``clusters`` leave clusters empty.
+    the row farthest from its center; identical rows are never split, so clusters may be empty if
+    there are fewer distinct rows than ``clusters``.
 
     Random numbers are drawn on the CPU, so results on other devices differ by rounding only.
+
+    Examples:
+        >>> import numpy as np
+        >>> from proximetry.metrics import kmeans
+        >>> result = kmeans(np.array([[0.0], [1.0], [8.0], [9.0]]), clusters=2)
+        >>> sorted(result.centers[:, 0].tolist()), result.inertia
+        ([0.5, 8.5], 1.0)
     """
     vectors = as_vectors(embeddings, "euclidean", "embeddings")
     clusters, iterations = as_count(clusters, "clusters"), as_count(iterations, "iterations")
@@ -296,7 +302,7 @@ def _means(rows: Tensor, assigned: Tensor, previous: Tensor) -> Tensor:
 
 
 def cluster(embeddings: Embeddings, labels: Labels, *, seed: int = 0) -> dict[str, float]:
-    """Cluster with as many clusters as classes and compare: NMI (both means), AMI, pairwise F1.
+    """Score k-means with as many clusters as classes: NMI (both averages), AMI, pairwise F1.
 
     k-means is Euclidean: normalize embeddings that are compared by cosine.
     """

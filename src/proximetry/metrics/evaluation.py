@@ -62,7 +62,7 @@ class Evaluation(Mapping[str, float]):
         classes: the label of each class index.
         positives: the number of relevant items of each query.
         set_scores: clustering and verification scores of the whole set, if requested.
-        verification: the result behind the score, with its standard error and threshold.
+        verification: the complete verification result, with standard error and threshold.
     """
 
     scores: dict[str, FloatArray]
@@ -76,7 +76,8 @@ class Evaluation(Mapping[str, float]):
         if not (self.positives > 0).any():
             raise ValueError(
                 f"none of the {len(self.positives)} queries has a positive: every label occurs "
-                "once, the queries share no label with the gallery, or all positives are ignored"
+                "once, the queries share no label with the gallery, or all positives are ignored. "
+                "Check the labels and groups."
             )
 
     def __getitem__(self, name: str) -> float:
@@ -108,9 +109,10 @@ class Evaluation(Mapping[str, float]):
         return means | self.set_scores | counts
 
     def per_class(self) -> dict[str, npt.NDArray[Any]]:
-        """Return columns of a table: ``label``, ``queries`` (scored ones), the mean of each score.
+        """Return the mean of each score by class, as the columns of a table.
 
-        Classes without a scored query are skipped.
+        The other columns are ``label`` and ``queries``, the number of scored queries. Classes
+        without a scored query are skipped.
         """
         codes = self.query_codes[self.is_scored]
         counts = np.bincount(codes, minlength=len(self.classes))
@@ -131,8 +133,8 @@ class Evaluation(Mapping[str, float]):
     ) -> dict[str, Interval]:
         """Compute bootstrap confidence intervals of the means.
 
-        Queries of a class succeed and fail together, so classes are resampled: the interval is
-        for new classes of the same kind. It does not cover the variation between training runs.
+        Scores are correlated within a class, so classes are resampled: the interval is for new
+        classes of the same kind. It does not cover the variation between training runs.
 
         Args:
             by: what to resample: "class", or "query" for new queries of the same classes.
@@ -142,6 +144,15 @@ class Evaluation(Mapping[str, float]):
 
         Returns:
             An interval for each score; none if there is only one class (or query) to resample.
+
+        Examples:
+            >>> import numpy as np
+            >>> from proximetry.metrics import evaluate
+            >>> vectors = np.random.default_rng(0).normal(size=(100, 8))
+            >>> result = evaluate(vectors, np.arange(100) // 10)
+            >>> interval = result.bootstrap()["recall@1"]
+            >>> interval.low < interval.mean < interval.high
+            True
         """
         return self._intervals(self.scores, mean_bounds, by, confidence, samples, seed)
 
@@ -156,9 +167,9 @@ class Evaluation(Mapping[str, float]):
     ) -> dict[str, Interval]:
         """Compute bootstrap confidence intervals of the differences ``other`` minus this one.
 
-        Both evaluations are of the same queries. The differences are paired: each sample holds the
-        same classes (or queries) of both. If an interval excludes 0, the difference is significant
-        at that confidence; for m differences a Bonferroni correction takes
+        Both evaluations must be of the same queries. The differences are paired: each bootstrap
+        sample has the same classes (or queries) of both. If an interval excludes 0, the difference
+        is significant at that confidence; for m differences, apply a Bonferroni correction with
         ``confidence=1 - 0.05 / m``.
 
         Args:
@@ -167,6 +178,14 @@ class Evaluation(Mapping[str, float]):
 
         Raises:
             ValueError: if the queries differ.
+
+        Examples:
+            >>> import numpy as np
+            >>> from proximetry.metrics import evaluate
+            >>> labels, noise = np.arange(200) // 10, np.random.default_rng(0).normal(size=(200, 8))
+            >>> before, after = evaluate(noise, labels), evaluate(noise + labels[:, None], labels)
+            >>> before.compare(after)["map@r"].low > 0
+            True
         """
         left, right = (each.classes[each.query_codes] for each in (self, other))
         if not (np.array_equal(left, right) and np.array_equal(self.positives, other.positives)):
@@ -222,7 +241,7 @@ def evaluate(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Compute retrieval metrics. All values are fractions between 0 and 1.
+    """Compute retrieval metrics of embeddings, as fractions between 0 and 1.
 
     Args:
         embeddings: see `retrieve`. The same applies to ``labels``, ``queries``,
@@ -230,10 +249,10 @@ def evaluate(
         metrics: the metrics to compute; see `Metrics`.
         expand: number of neighbors for query expansion (`expand_queries`); 0 disables it.
         rerank: re-rank the 100 nearest items of each query by `k_reciprocal_distances` among
-            these and the query; the other items follow in their order.
+            these and the query; the order of the other items does not change.
         binary: search by the Hamming distance of `binary_codes` of the embeddings.
-        candidates: with ``binary``, the number of items nearest by code that are re-ordered by the
-            ``similarity`` of their vectors; the others follow in the order of the codes.
+        candidates: with ``binary``, the number of items nearest by code to re-rank by the
+            ``similarity`` of their vectors; the order of the other items does not change.
         group: the process group over which embeddings (and queries) are distributed, such as
             ``torch.distributed.group.WORLD``; every process gets the metrics of all.
         progress: called with (done, total).
@@ -242,9 +261,12 @@ def evaluate(
         ValueError: if the inputs do not match, or no query has a positive.
 
     Examples:
-        >>> result = evaluate(np.eye(4), [0, 0, 1, 1])
+        >>> import numpy as np
+        >>> import proximetry as px
+        >>> embeddings = np.array([[1.0, 0.1], [1.0, 0.0], [0.0, 1.0], [0.9, 1.0]])
+        >>> result = px.evaluate(embeddings, ["crow", "crow", "jay", "jay"])
         >>> result["recall@1"], result.per_class()["label"].tolist()
-        (0.5, [0, 1])
+        (1.0, ['crow', 'jay'])
     """
     _check_metrics(metrics)
     _check_options(metrics.set_metric_names(), similarity, queries is None, expand, rerank, binary)
@@ -280,14 +302,14 @@ def evaluate(
 def _check_options(
     names: str, similarity: Similarity, has_one_set: bool, expand: int, rerank: bool, binary: bool
 ) -> None:
-    """Raise for combinations that do not apply; ``names`` are the metrics that take one set."""
+    """Raise for invalid combinations; ``names`` are the selected metrics that take one set."""
     second_stage = as_count(expand, "expand", 0) or rerank
     if names and not has_one_set:
-        raise ValueError(f"{names} takes one set, not queries and a gallery")
+        raise ValueError(f"no {names} of queries and a gallery. Evaluate one set.")
     if names and (binary or similarity == "hamming"):
-        raise ValueError(f"{names} takes embeddings, not codes")
+        raise ValueError(f"no {names} of binary codes. Evaluate the embeddings.")
     if second_stage and (names or binary):
-        raise ValueError(f"expand and rerank do not apply to {names or 'binary codes'}")
+        raise ValueError(f"no expand or rerank with {names or 'binary codes'}. Pass one of them.")
     if expand and similarity != "cosine":
         raise ValueError(f"expand needs the similarity cosine, got {similarity}")
     if (rerank or binary) and similarity not in ("cosine", "euclidean"):
@@ -307,7 +329,7 @@ def score_result(result: RetrievalResult, metrics: Metrics) -> Evaluation:
     """Score the lists of a `RetrievalResult`; raise if a metric needs longer lists."""
     _check_metrics(metrics)
     if names := metrics.set_metric_names():
-        raise ValueError(f"{names} takes embeddings, not lists")
+        raise ValueError(f"no {names} of ranked lists. Call evaluate() on the embeddings.")
     if result.query_codes is None or result.classes is None or result.positives is None:
         raise ValueError("the retrieval result has no labels. Pass labels to retrieve().")
     # A list that ends with an empty entry is complete.

@@ -106,20 +106,28 @@ def identify(
         probe_labels: one integer or string per probe.
         gallery: the mates; by default the probes.
         gallery_labels: one per gallery row, if there is a gallery.
-        distractors: people who are not among the probes: a matrix, a ``numpy.memmap``, or an
-            iterable of matrices that is read once. Without them, gallery rows of other labels are
-            the distractors (closed-set identification).
+        distractors: items of classes that are not among the probes: a matrix, a ``numpy.memmap``,
+            or an iterable of matrices that is read once. By default, gallery rows of other labels
+            are the distractors (closed-set identification).
         ranks: the k of the rank-k rates.
-        far: false accept rates; for each, the result has the largest fraction of trials accepted
-            by a threshold that accepts at most that fraction of all pairs of a probe and a
-            distractor, as in `verify`.
+        far: false accept rates. The result has the true accept rate at each: the largest fraction
+            of trials accepted by a threshold that accepts at most that fraction of all pairs of a
+            probe and a distractor, as in `verify`.
         similarity: "cosine", "euclidean" or "dot".
         ignore_groups: one per probe; gallery rows of a probe's group are excluded. If probes are
             also gallery items, pass row indices to exclude self-matches.
         gallery_ignore_groups: the groups of the gallery rows, if there is a gallery.
-        progress: called with (distractors compared, their number or 0 if unknown).
+        progress: called with (done, total) distractors; the total is 0 if unknown.
         group: every process passes the same probes and gallery and a share of the distractors, and
             gets the same result; the gallery of a closed set is divided among the processes.
+
+    Examples:
+        >>> import numpy as np
+        >>> from proximetry.metrics import identify
+        >>> probes = np.array([[1.0, 0.0], [0.8, 0.6]])
+        >>> result = identify(probes, ["Ann", "Ann"], distractors=np.array([[0.6, 0.8]]), ranks=[1])
+        >>> result.ranks.tolist(), result.rates
+        ([1, 2], {1: 0.5})
     """
     check_similarity(similarity, FloatSimilarity)
     for rank in ranks or (0,):
@@ -129,7 +137,7 @@ def identify(
     raw = (probes, probe_labels, ignore_groups), (gallery, gallery_labels, gallery_ignore_groups)
     trials = _Trials(check_inputs(similarity, *raw, names=_NAMES), similarity)
     total = len(trials.right) if distractors is None else _count_distractors(distractors, group)
-    # More false accepts than at the highest rate need not be counted.
+    # False accepts beyond those at the highest rate need not be counted.
     limit = allowed_accepts(max(far), len(trials.left) * total) if total and far else math.inf
     with full_precision(trials.left.device):
         tiles = trials.gallery_tiles(group) if distractors is None else trials.tiles(distractors)
@@ -204,7 +212,7 @@ class _Trials:
         return probe, mate
 
     def _magnitude(self, probes: Tensor, gallery: Tensor) -> Tensor:
-        """Return the size of the terms of each trial's similarity, to which rounding relates."""
+        """Return the magnitude of the terms of each trial's similarity, which scales rounding."""
         lengths, others = (rows.square().sum(1).sqrt() for rows in (probes, gallery))
         if self.similarity == "cosine":
             return torch.ones_like(lengths[self.probe])
@@ -290,7 +298,7 @@ def _reverse_cumsum(counts: Tensor) -> Tensor:
 
 
 def _count_distractors(distractors: Distractors, group: dist.ProcessGroup | None) -> int:
-    """Return the number of distractors on all processes, 0 if one of them streams."""
+    """Return the number of distractors on all processes, 0 if any process streams them."""
     local = len(distractors) if isinstance(distractors, Tensor | np.ndarray) else None
     counts = [local] if group is None else gather_objects(local, group)
     sizes = [count for count in counts if count is not None]

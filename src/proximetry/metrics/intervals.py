@@ -1,4 +1,4 @@
-"""Confidence intervals of means whose scores depend on each other within a class."""
+"""Confidence intervals of the means of scores that are correlated within a class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from proximetry._util.types import FloatArray, IntArray
 
-# Below this a standard error is rounding: all groups have the same mean.
+# Smaller standard errors are rounding errors: all groups have the same mean.
 _NO_SPREAD = 1e-12
 _STEPS = 100_000
 

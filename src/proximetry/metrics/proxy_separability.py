@@ -17,7 +17,7 @@ from proximetry.metrics.scores import SEPARABILITY
 
 @dataclass(frozen=True)
 class Separability:
-    """Sep_i of every class, and the mean over classes.
+    """The separability Sep_i of every class, and its mean over classes.
 
     Lower is better; the minimum of the mean is −1/(C − 1), for C classes on a simplex.
     """
@@ -60,8 +60,15 @@ def distinct_proxies(proxies: Embeddings, cosine: float = SAME_DIRECTION) -> Int
 def separability(proxies: Embeddings) -> Separability:
     """Compute Sep_i = max over j ≠ i of cos(W_i, W_j), the cosine with the nearest other class.
 
-    ``proxies`` is [C, D], or [C, K, D] with K proxies per class; then the maximum runs over all
-    pairs of proxies of two different classes. The cosine with a row of zeros counts as 0.
+    ``proxies`` is [C, D], or [C, K, D] with K proxies per class; then the maximum is over all pairs
+    of proxies of two different classes. The cosine with a zero proxy is 0.
+
+    Examples:
+        >>> import torch
+        >>> from proximetry.metrics import separability
+        >>> result = separability(torch.eye(3))
+        >>> result.mean, result.scores()["smallest_angle"]
+        (0.0, 90.0)
     """
     shape = tuple(getattr(proxies, "shape", ()))
     if len(shape) not in (2, 3) or shape[0] < 2 or 0 in shape:

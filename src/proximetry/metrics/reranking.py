@@ -26,13 +26,13 @@ OVERSAMPLING = 20  # candidates by code per neighbor, re-scored with full vector
 MIN_K = 10  # smallest k used for the number of candidates
 # Values of vectors gathered together: 32 MB of float64.
 _GATHERED_VALUES = 1 << 22
-# Distances of candidates among each other that are re-ranked together.
+# Distances between candidates that are re-ranked together.
 _RERANKED_ENTRIES = {"cpu": 2**18, "cuda": 2**23}
 # Compute distances from differences: the matrix-product formula loses half of the digits.
 _BY_DIFFERENCES = "donot_use_mm_for_euclid_dist"
 
 Reorder = Callable[[Tensor, Tensor], Tensor]
-"""Reorder the candidates [rows, n] of queries, given by row; −1 marks missing candidates."""
+"""Reorders the candidates [rows, n] of the queries ``rows``; −1 marks missing candidates."""
 
 
 def binary_codes(embeddings: Embeddings) -> npt.NDArray[np.uint8]:
@@ -66,7 +66,7 @@ def expand_queries(
     Args:
         queries: [queries, dimensions].
         neighbors: the nearest gallery items of each, [queries, n, dimensions].
-        alpha: exponent of the weights; 0 weighs all neighbors alike.
+        alpha: exponent of the weights; 0 weighs all neighbors equally.
 
     Returns:
         Unit vectors [queries, dimensions], float64.
@@ -102,6 +102,13 @@ def k_reciprocal_distances(
     index.
 
     It holds (queries + gallery items)² distances in memory: pass the candidates of a search.
+
+    Examples:
+        >>> import numpy as np
+        >>> from proximetry.metrics import k_reciprocal_distances
+        >>> vectors = np.random.default_rng(0).normal(size=(50, 8))
+        >>> k_reciprocal_distances(vectors[:2], vectors).argmin(axis=1).tolist()
+        [0, 1]
     """
     k1, k2 = as_count(k1, "k1"), as_count(k2, "k2")
     if not 0 <= weight <= 1:
@@ -109,8 +116,8 @@ def k_reciprocal_distances(
     first, second = as_embeddings(queries, "queries"), as_embeddings(gallery, "gallery")
     if first.shape[1] != second.shape[1]:
         raise ValueError(
-            f"queries have {first.shape[1]} dimensions and the gallery {second.shape[1]}; "
-            "they must come from one model"
+            f"queries have {first.shape[1]} dimensions, but the gallery has {second.shape[1]}. "
+            "Embed both with the same model."
         )
     with full_precision(second.device):
         items = torch.cat([first.double(), second.double()])
@@ -136,7 +143,7 @@ def _k_reciprocal(items: Tensor, queries: int, k1: int, k2: int, weight: float) 
     rows = []
     for query in range(queries):
         common = torch.minimum(values[:, query, None], values[:, queries:]).sum(2)
-        # Both sum to 1, so the sum of maxima is 2 minus that of minima.
+        # Both sum to 1, so the sum of the maxima is 2 minus the sum of the minima.
         rows.append(1 - common / (2 - common))
     return (1 - weight) * torch.stack(rows, 1) + weight * distances[:, :queries, queries:]
 

@@ -39,7 +39,7 @@ class RetrievalResult:
             "euclidean" and "hamming" the negative distance.
         gallery_size: the number of items searched.
         similarity: "cosine", "euclidean", "dot" or "hamming".
-        is_self_search: whether every item of the gallery was a query against the others.
+        is_self_search: whether every gallery item is a query against the others.
         query_codes: class index of each query.
         gallery_codes: class index of each gallery item.
         classes: the label of each class index, integers or strings.
@@ -114,7 +114,7 @@ class RetrievalResult:
         self, queries: int | slice | Sequence[int] | npt.NDArray[Any]
     ) -> RetrievalResult:
         """Return the result of some queries: an index, a slice, a list or a mask."""
-        # NumPy would make floats of an empty list.
+        # NumPy converts an empty list to floats.
         index = queries if isinstance(queries, slice | list) else np.asarray(queries)
         rows = np.atleast_1d(np.arange(len(self))[index])
         return replace(
@@ -140,7 +140,7 @@ class RetrievalResult:
         )
 
     def __str__(self) -> str:
-        """Return a few lists as text, with a star at each hit."""
+        """Return the first lists as text, with a star at each hit."""
         lines = [repr(self)]
         labeled = self.classes is not None
         for query in range(min(len(self), 5)):
@@ -174,7 +174,7 @@ class RetrievalResult:
             with np.load(path, allow_pickle=False) as file:
                 about = json.loads(str(file["about"]))
                 if (version := about.pop("format")) != FORMAT:
-                    raise ValueError(f"format {version!r}, this version reads {FORMAT!r}")
+                    raise ValueError(f"format {version!r}; this version reads {FORMAT!r}")
                 return cls(**{name: file[name] for name in file if name != "about"}, **about)
         except FileNotFoundError:
             raise
@@ -196,8 +196,8 @@ def retrieve(
 ) -> RetrievalResult:
     """Find the k nearest gallery items of every query, exactly.
 
-    The order is computed in the precision of the vectors, as in `evaluate`; the returned Euclidean
-    distances in float64 from the differences.
+    Neighbors are ranked in the precision of the vectors, as in `evaluate`. The returned Euclidean
+    distances are recomputed in float64.
 
     Args:
         embeddings: the gallery, [items, dimensions]: a torch tensor on any device or a NumPy
@@ -216,6 +216,14 @@ def retrieve(
 
     Raises:
         ValueError: if shapes, types or values do not match.
+
+    Examples:
+        >>> import numpy as np
+        >>> import proximetry as px
+        >>> gallery = np.array([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
+        >>> result = px.retrieve(gallery, queries=gallery[:1], k=2)
+        >>> result.ids.tolist(), result.similarities.round(3).tolist()
+        ([[0, 2]], [[1.0, 0.6]])
     """
     k = as_count(k, "k")
     raw = (embeddings, labels, ignore_groups), (queries, query_labels, query_ignore_groups)

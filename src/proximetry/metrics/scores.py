@@ -31,7 +31,7 @@ class RankedLists:
     Lists may end early: missing items are not hits.
     """
 
-    hits: Tensor  # 1 where a positive is, else 0; float64, [queries, ranks]
+    hits: Tensor  # 1 for positives, 0 for negatives; float64, [queries, ranks]
     positives: Tensor  # R, the number of positives of a query
     ranks: Tensor  # rank of the first positive, from 1
 
@@ -50,10 +50,10 @@ class RankedLists:
         """DCG: (2^r − 1) / log2(i + 1), with r either 0 or 1, summed up to each rank i."""
         return (self.hits / (self.rank_numbers(self.hits.shape[1]) + 1).log2()).cumsum(1)
 
-    def best_gain(self, k: int) -> Tensor:
-        """Return the DCG of the best list of k, which starts with min(k, R) hits."""
-        best = (1.0 / (self.rank_numbers(k) + 1).log2()).cumsum(0)
-        return best[self.positives.clamp(1, k) - 1]
+    def ideal_gain(self, k: int) -> Tensor:
+        """Return the DCG of the ideal list of k, which starts with min(k, R) hits."""
+        ideal = (1.0 / (self.rank_numbers(k) + 1).log2()).cumsum(0)
+        return ideal[self.positives.clamp(1, k) - 1]
 
     def rank_numbers(self, count: int) -> Tensor:
         """Return 1, 2, … count."""
@@ -70,7 +70,7 @@ class RankedLists:
 
 
 class Score(NamedTuple):
-    """One number per query.
+    """A metric with one value per query.
 
     ``field`` of `Metrics` selects it. ``input`` is the input of the formula: the rank of the first
     positive ("first"), the first k items ("k"), or the first R, the number of positives ("R").
@@ -90,7 +90,7 @@ _SCORES = (
     Score("map@r", "at_r", "R", lambda lists, _: lists.at_r(lists.precisions) / lists.positives),
     Score("map", "map_at", "k", lambda lists, k: lists.at(lists.precisions, k) / k),
     Score("mrr", "mrr", "first", lambda lists, _: 1.0 / lists.ranks.double()),
-    Score("ndcg", "ndcg_at", "k", lambda lists, k: lists.at(lists.gains, k) / lists.best_gain(k)),
+    Score("ndcg", "ndcg_at", "k", lambda lists, k: lists.at(lists.gains, k) / lists.ideal_gain(k)),
 )
 
 
@@ -115,7 +115,7 @@ class Metrics:
     """
 
     recall_at: tuple[int, ...] = _setting(
-        (1, 2, 4, 8), "k of recall@k: is at least one of the first k a positive?"
+        (1, 2, 4, 8), "k of recall@k: whether at least one of the first k is a positive"
     )
     precision_at: tuple[int, ...] = _setting(
         (), "k of precision@k: positives among the first k, divided by k"
@@ -126,7 +126,7 @@ class Metrics:
     )
     mrr: bool = _setting(True, "mrr: reciprocal rank of the first positive")
     ndcg_at: tuple[int, ...] = _setting(
-        (2, 4, 8), "k of ndcg@k: discounted gain of the first k, divided by that of the best list"
+        (2, 4, 8), "k of ndcg@k: discounted gain of the first k, divided by that of the ideal list"
     )
     clustering: bool = _setting(
         False, f"{', '.join(CLUSTERING)} of k-means with as many clusters as classes"

@@ -39,9 +39,9 @@ class Verification:
     """The result of ``verify``.
 
     ``accuracy`` is the mean over folds and ``standard_error`` σ/√folds with σ the sample standard
-    deviation over folds (LFW's μ̂ ± S_E). ``thresholds`` are those of the folds, ``threshold`` the
-    one for use, chosen in the same way on all pairs. ``tar_at_far`` holds the rates that could be
-    measured; ``unmeasurable_far`` those below one in the number of different pairs.
+    deviation over folds (LFW's μ̂ ± S_E). ``thresholds`` has the threshold of each fold;
+    ``threshold``, chosen in the same way on all pairs, is for use on new pairs. ``tar_at_far`` has
+    the measurable rates, ``unmeasurable_far`` those below one in the number of different pairs.
     """
 
     accuracy: float
@@ -71,7 +71,7 @@ class Verification:
 
 
 class _Tally:
-    """Numbers of accepted pairs of either kind at each threshold; the last accepts all."""
+    """The number of same and different pairs accepted at each threshold; the last accepts all."""
 
     def __init__(self, values: FloatArray, truth: npt.NDArray[np.bool_]) -> None:
         order = np.argsort(-values, kind="stable")
@@ -121,7 +121,7 @@ class _Tally:
 
 
 def allowed_accepts(far: float, different: int) -> int:
-    """Return the false accepts a rate allows: 0.29 of 100 are 29, although 0.29 · 100 < 29."""
+    """Return the number of false accepts at a rate: 0.29 of 100 is 29, although 0.29 · 100 < 29."""
     if not 0 < far <= 1:
         raise ValueError(f"far must be above 0 and at most 1, got {far!r}")
     exact = far * different
@@ -145,28 +145,34 @@ def _validate(similarities: Values, same: Truth) -> tuple[FloatArray, npt.NDArra
     truth = truth.astype(np.bool_)
     if truth.all() or not truth.any():
         raise ValueError(
-            f"all pairs are {'the same' if truth[0] else 'different'}; both kinds are needed"
+            f"all pairs are {'the same' if truth[0] else 'different'}. Pass pairs of both kinds."
         )
     return values, truth
 
 
 def roc(similarities: Values, same: Truth) -> Roc:
-    """Return the ROC curve: all its points, ties accepted together."""
+    """Compute the ROC curve, with one point per distinct similarity."""
     return _Tally(*_validate(similarities, same)).roc()
 
 
 def auc(similarities: Values, same: Truth) -> float:
-    """Compute the area under the ROC curve: how often a same pair beats a different one.
+    """Compute the area under the ROC curve (AUC).
 
-    A tie counts as a half.
+    It is the probability that a same pair has a larger similarity than a different pair; ties count
+    as one half.
+
+    Examples:
+        >>> from proximetry.metrics import auc
+        >>> auc([0.9, 0.7, 0.8, 0.2], [True, True, False, False])
+        0.75
     """
     return _Tally(*_validate(similarities, same)).auc()
 
 
 def eer(similarities: Values, same: Truth) -> float:
-    """Compute the equal error rate: where false accepts and false rejects are as frequent.
+    """Compute the equal error rate (EER), at which false accept and false reject rate are equal.
 
-    Between two points the ROC curve is taken to be a straight line.
+    The ROC curve is interpolated linearly.
     """
     return _Tally(*_validate(similarities, same)).eer()
 
@@ -174,16 +180,18 @@ def eer(similarities: Values, same: Truth) -> float:
 def tar_at_far(similarities: Values, same: Truth, far: float) -> float:
     """Return the largest fraction of same pairs accepted at a false accept rate of at most ``far``.
 
-    There is no interpolation between thresholds. A ``far`` below one in the number of
-    different pairs cannot be measured and raises.
+    There is no interpolation between thresholds.
+
+    Raises:
+        ValueError: if ``far`` is below one in the number of different pairs.
     """
     tally = _Tally(*_validate(similarities, same))
     rate = tally.tar_at_far(far)
     if rate is None:
         different = tally.totals[0]
         raise ValueError(
-            f"a FAR of {far:g} cannot be measured with {different} different pairs; the "
-            f"smallest is 1/{different} = {1 / different:.3g}"
+            f"FAR not measurable with {different} different pairs: {far:g}. Use at least "
+            f"1/{different} = {1 / different:.3g}."
         )
     return rate
 
@@ -195,12 +203,26 @@ def verify(
     folds: int | Labels = 10,
     far: Sequence[float] = (1e-1, 1e-2, 1e-3),
 ) -> Verification:
-    """Verify pairs by the protocol of LFW and YTF.
+    """Evaluate verification of pairs by the protocol of LFW and YTF.
 
     For each fold, the threshold with the highest accuracy on the other folds is evaluated on the
     fold. Candidates are the midpoints between neighboring similarities, and ±∞; of equally good
-    ones, the highest. ``folds`` is a number of blocks of consecutive pairs, as in LFW's list, or
-    one fold id per pair. The curve, AUC, EER and TAR at each ``far`` use all pairs.
+    ones, the highest. The ROC curve, AUC, EER and TAR at each FAR use all pairs.
+
+    Args:
+        similarities: one per pair; larger is nearer.
+        same: whether the images of each pair are of the same class.
+        folds: the number of blocks of consecutive pairs, as in LFW's list, or one fold id per pair.
+        far: the false accept rates.
+
+    Raises:
+        ValueError: if a fold lacks same or different pairs.
+
+    Examples:
+        >>> from proximetry.metrics import verify
+        >>> result = verify([0.9, 0.1, 0.8, 0.3], [1, 0, 1, 0], folds=2, far=[0.5])
+        >>> result.accuracy, result.tar_at_far
+        (1.0, {0.5: 1.0})
     """
     values, truth = _validate(similarities, same)
     parts, names = _folds(folds, truth)
@@ -228,7 +250,7 @@ def verify(
 
 
 def _folds(folds: int | Labels, truth: npt.NDArray[np.bool_]) -> tuple[IntArray, npt.NDArray[Any]]:
-    """Return the fold number of every pair, and the name of every fold."""
+    """Return the fold index of every pair, and the name of every fold."""
     if isinstance(folds, (int, np.integer)):
         if not 2 <= folds <= len(truth):
             raise ValueError(f"folds must be from 2 to the number of pairs, got {folds}")

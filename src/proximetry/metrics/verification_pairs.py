@@ -70,8 +70,8 @@ def read_pairs(path: str | os.PathLike[str]) -> PairList:
     folds, each = int(header[0]) if len(header) == 2 else 1, int(header[-1])
     if len(lines) - 1 != 2 * folds * each:
         raise ValueError(
-            f"{path}: the first line announces {folds} × 2 × {each} = {2 * folds * each} pairs, "
-            f"the file has {len(lines) - 1}"
+            f"{path}: expected {folds} × 2 × {each} = {2 * folds * each} pairs by the first line, "
+            f"got {len(lines) - 1}"
         )
     numbers: dict[tuple[str, int], int] = {}
     pairs = []
@@ -106,7 +106,7 @@ def _parse_pair(where: str, line: str, *, same: bool) -> tuple[tuple[str, int], 
 
 
 class DrawnPairs(NamedTuple):
-    """Pairs of rows [M, 2], which of them are of one class, and the fold of each."""
+    """Pairs of rows [M, 2], whether the rows of each are of one class, and the fold of each."""
 
     pairs: IntArray
     same: npt.NDArray[np.bool_]
@@ -122,8 +122,8 @@ def draw_pairs(labels: Labels, pairs: int = 6000, folds: int = 10, seed: int = 0
     """Draw random pairs of rows in the layout of LFW: half of one class, in folds.
 
     For a same pair, a class is drawn and then two of its rows; for a different pair, two classes
-    and a row of each. A pair may be drawn twice. All folds have equally many pairs. They share no
-    class if there are at least ten per fold; else each pair of classes is in one fold.
+    and a row of each. A pair may be drawn twice. All folds have the same number of pairs. They
+    share no class if there are at least ten per fold; else each pair of classes is in one fold.
     """
     pairs, folds = as_count(pairs, "pairs"), as_count(folds, "folds", 2)
     (codes,), _ = encode(as_labels(labels, len(labels), "labels"))
@@ -131,8 +131,8 @@ def draw_pairs(labels: Labels, pairs: int = 6000, folds: int = 10, seed: int = 0
     pairable = sum(len(rows) > 1 for rows in members)
     if len(members) < 4 or pairable < 2:
         raise ValueError(
-            "drawing pairs takes at least four classes, two of them with two images or more, "
-            f"got {len(members)} classes, {pairable} with two images"
+            "drawing pairs needs at least four classes, two of them with at least two images; "
+            f"got {len(members)} classes, {pairable} with at least two images"
         )
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(members))
@@ -185,7 +185,17 @@ def verify_classes(
     folds: int = 10,
     seed: int = 0,
 ) -> Verification:
-    """Verify labeled embeddings on pairs from `draw_pairs`."""
+    """Evaluate verification on random pairs of labeled embeddings.
+
+    See `draw_pairs` for ``pairs``, ``folds`` and ``seed``, and `verify` for the result.
+
+    Examples:
+        >>> import numpy as np
+        >>> from proximetry.metrics import verify_classes
+        >>> labels = np.arange(200) // 10
+        >>> verify_classes(np.eye(20)[labels], labels).accuracy
+        1.0
+    """
     sample = draw_pairs(labels, pairs, folds, seed)
     values = pair_similarities(embeddings, sample.pairs, similarity=similarity)
     return verify(values, sample.same, folds=sample.folds)
@@ -196,8 +206,8 @@ def pair_similarities(
 ) -> Tensor:
     """Return the similarity of each pair of rows, on the device of the embeddings.
 
-    Larger is nearer. ``pairs`` is [M, 2]. ``"euclidean"`` gives the negative distance. A cosine
-    with a zero vector is 0.
+    Larger is nearer; "euclidean" returns the negative distance. The cosine with a zero vector is 0.
+    ``pairs`` is [M, 2].
     """
     check_similarity(similarity, FloatSimilarity)
     vectors = as_vectors(embeddings, similarity, "embeddings")

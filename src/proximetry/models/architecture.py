@@ -64,7 +64,7 @@ class Architecture:
     def to_json(self) -> dict[str, Any]:
         """Return the settings as saved and hashed in fingerprints.
 
-        Settings of later versions are omitted at their defaults, so fingerprints stay the same.
+        Settings added by later versions are omitted at their defaults: fingerprints stay the same.
         """
         settings = {**asdict(self), "tta_crops": list(self.tta_crops)}
         return {k: v for k, v in settings.items() if v or k not in ("binary", "tta_crops")}

@@ -152,20 +152,24 @@ class Embedder(nn.Module):
                 Other poolings drop the layers after the network's own pooling, with a warning.
             layer_norm: LayerNorm without affine after pooling (ProxyNCA++).
             normalize: L2-normalize the vectors.
-            flip_tta: test-time augmentation: average the features of the image and its
-                horizontal flip, outside training (2× cost).
-            tta_crops: test-time augmentation: also average the features of center crops,
-                enlarged to full size, as fractions of the sides such as (0.875,); with `flip_tta`
-                also of their flips.
+            flip_tta: test-time augmentation: average features over the image and its horizontal
+                flip, outside training (2× cost).
+            tta_crops: test-time augmentation: also average features over center crops of these
+                fractions, such as (0.875,), upscaled; with `flip_tta` also over their flips.
             similarity: similarity of the vectors, "cosine" or "euclidean"; None selects "cosine"
                 if they are normalized, else "euclidean".
             weights: "auto" uses an installed package with weights, else the hub, else raises;
                 "package", "hub", a file or folder, or "none" for random weights.
-            image_size: side of the square crop; None uses that of the weights.
+            image_size: side of the square crop; None uses the default of the weights.
             resize: short side before the evaluation crop; None keeps the usual ratio.
             squash: resize both sides to `resize`, or to `image_size` without it, ignoring the
                 aspect ratio; None follows the weights (timm's `crop_mode`).
             input_dim: dimension of the input vectors, for "vectors" and "vectors_mlp" only.
+
+        Examples:
+            >>> embedder = Embedder.create("small_convnet", 64, weights="none", image_size=32)
+            >>> embedder.encode(np.zeros((40, 60, 3), np.uint8)).shape
+            torch.Size([64])
         """
         sizes = {"dim": (dim if bits is None else bits) or None, "image_size": image_size}
         sizes |= {"resize": resize, "input_dim": input_dim}
@@ -217,7 +221,7 @@ class Embedder(nn.Module):
         normalize: bool = True,
         similarity: Similarity | None = None,
     ) -> Self:
-        """Create an embedder from a custom network, which becomes its `backbone`, without head.
+        """Create an embedder from a custom network, which becomes its `backbone`; it has no head.
 
         The network is tested with two random inputs. Its code is not saved: pass the module to
         `Embedder.load` again.
@@ -232,6 +236,12 @@ class Embedder(nn.Module):
 
         Raises:
             ValueError: if the module fails or does not return finite vectors [B, dim].
+
+        Examples:
+            >>> network = nn.Sequential(nn.Flatten(), nn.Linear(784, 32))
+            >>> embedder = Embedder.wrap(network, (1, 28, 28), dim=32)
+            >>> embedder.encode(torch.zeros(5, 1, 28, 28)).shape
+            torch.Size([5, 32])
         """
         if not isinstance(preprocessing, Preprocessing | Tensors):
             preprocessing = Tensors(preprocessing)  # type: ignore[arg-type] # makes a tuple
@@ -333,18 +343,16 @@ class Embedder(nn.Module):
     ) -> Tensor:
         """Embed one image or many: paths, PIL images, uint8 arrays or tensors [H, W, 3] or [H, W].
 
-        Each is oriented upright, converted to RGB, resized and cropped by `preprocessing`. An
+        Images are oriented upright, converted to RGB, resized and cropped by `preprocessing`. An
         embedder of vectors or other tensors takes an array [*shape] or [N, *shape], or a list.
 
         Args:
-            images: one image, or any number of them.
+            images: one image or several.
             batch_size: images per forward pass.
-            truncate_dim: return the first dimensions only, of unit length if the vectors are
-                normalized.
+            truncate_dim: return only the first dimensions, normalized again if the vectors are.
             concat_flip: append the vector of the horizontal flip: [N, 2 · dim] (common in face
                 verification, e.g. Zhao et al. 2019).
-            binary: return binary codes instead of vectors, as `metrics.binary_codes`, for
-                embedders with `bits`.
+            binary: return binary codes as in `metrics.binary_codes`, for embedders with `bits`.
             progress: called with the number of images done, after every batch.
             on_error: called with the index of an unreadable image and the error, in order; the
                 image is skipped. None raises a ValueError.
@@ -356,6 +364,12 @@ class Embedder(nn.Module):
         Raises:
             ValueError: for an unreadable image without `on_error`, and for embeddings with NaN or
                 infinite values.
+
+        Examples:
+            >>> embedder = Embedder.create("small_convnet", 64, weights="none", image_size=32)
+            >>> images = [Image.new("RGB", (40, 60), color) for color in ("red", "blue")]
+            >>> embedder.encode(images, truncate_dim=16).shape
+            torch.Size([2, 16])
         """
         if concat_flip and not self.takes_images:
             raise ValueError(f"concat_flip is for images; this embedder takes {self.preprocessing}")
@@ -498,8 +512,18 @@ class Embedder(nn.Module):
     ) -> Path:
         """Save the embedder to a folder, atomically replacing an embedder there.
 
-        Metadata that is not passed keeps its value. Raises ValueError if the folder contains other
-        files.
+        Metadata that is not passed keeps its value.
+
+        Raises:
+            ValueError: if the folder contains other files and no embedder.
+
+        Examples:
+            >>> from tempfile import TemporaryDirectory
+            >>> embedder = Embedder.create("vectors", 8, weights="none", input_dim=4)
+            >>> with TemporaryDirectory() as folder:
+            ...     loaded = Embedder.load(embedder.save(folder, class_names=["crow", "wren"]))
+            >>> loaded.class_names, loaded.fingerprint() == embedder.fingerprint()
+            (['crow', 'wren'], True)
         """
         self.class_names = self.class_names if class_names is None else list(class_names)
         self.metrics = self.metrics if metrics is None else metrics
@@ -522,7 +546,7 @@ class Embedder(nn.Module):
         *,
         module: nn.Module | None = None,
     ) -> Self:
-        """Load an embedder in evaluation mode. Runs no code of the source.
+        """Load an embedder in evaluation mode, without running code from the source.
 
         Args:
             source: the folder of a run or of a saved embedder; hub:owner/name[@revision] on the
@@ -655,17 +679,27 @@ class Embedder(nn.Module):
         """Load an embedder from the Hugging Face Hub, or from the hub's local cache.
 
         ``revision`` is a branch, tag or commit; None is the newest. Files are limited in size and
-        verified as by `load`; no code of the repository is run.
+        verified as in `load`; no code from the repository is run.
         """
         from proximetry.models.hub import download  # circular import
 
         return cls.load(download(repo_id, revision), device)
 
     def export_onnx(self, path: str | PathLike[str], *, opset: int = 18) -> Path:
-        """Export the network to ONNX; its input is float32 RGB 0…255 [N, 3, H, W], cropped.
+        """Export the network to ONNX; its input is cropped float32 RGB 0…255 [N, 3, H, W].
 
-        Normalization is part of the graph, the batch size is dynamic, and the metadata describe
-        preprocessing and output. Raises ValueError unless onnxruntime agrees with torch.
+        Normalization is part of the graph, the batch size is dynamic, and the metadata describes
+        preprocessing and output.
+
+        Raises:
+            ValueError: if the outputs of onnxruntime and torch differ.
+
+        Examples:
+            >>> from tempfile import TemporaryDirectory
+            >>> embedder = Embedder.create("vectors", 8, weights="none", input_dim=4)
+            >>> with TemporaryDirectory() as folder:
+            ...     embedder.export_onnx(f"{folder}/embedder.onnx").stat().st_size > 0
+            True
         """
         from proximetry.models.onnx import write_onnx  # circular import
 

@@ -1,7 +1,7 @@
 """Embedders on the Hugging Face Hub: a repository contains a saved embedder and a model card.
 
 A push is one commit, so a repository is never half updated. Only `embedder.json` and the
-safetensors file that it names are downloaded; no code of a repository is run.
+safetensors file that it names are downloaded; no code from a repository is run.
 """
 
 import re

@@ -33,7 +33,7 @@ class _FromPixels(nn.Module):
 
 
 def write_onnx(embedder: Embedder, path: Path, opset: int) -> None:
-    """Export to a file if onnxruntime agrees with torch."""
+    """Export to a file; raise if the outputs of onnxruntime and torch differ."""
     onnx, onnxruntime, _ = (
         import_optional(package, "onnx", "ONNX export")
         for package in ("onnx", "onnxruntime", "onnxscript")

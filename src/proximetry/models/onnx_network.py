@@ -226,7 +226,7 @@ def open_session(
     options = runtime.SessionOptions()
     options.log_severity_level = 4  # errors are raised
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    # Waiting threads leave the cores to those that read images.
+    # Idle threads leave the cores to the image readers.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     content = source if isinstance(source, bytes) else str(source)
     try:

@@ -72,7 +72,7 @@ def principal_axes(
         second = second - torch.outer(first, first) / count
     values, vectors = torch.linalg.eigh(second)
     axes: Tensor = vectors.flip(1)[:, :dim].t()
-    # Fix the arbitrary sign: the largest entry is positive.
+    # The sign is arbitrary: make the largest entry positive.
     largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
     axes = axes * largest.sign()
     if whitening:

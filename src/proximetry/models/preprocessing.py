@@ -167,7 +167,14 @@ class Preprocessing:
         return (pixels.float() - shift) * factor
 
     def transform(self) -> Callable[[ImageSource], Tensor]:
-        """Return a transform for a torch Dataset: image in, float32 [3, H, W] out. Picklable."""
+        """Return a picklable transform for a torch Dataset, from an image to float32 [3, H, W].
+
+        Examples:
+            >>> half = (0.5, 0.5, 0.5)
+            >>> transform = Preprocessing(resize=36, crop=(32, 32), mean=half, std=half).transform()
+            >>> transform(np.zeros((40, 60, 3), np.uint8)).shape
+            torch.Size([3, 32, 32])
+        """
         return self._transform
 
     def _transform(self, source: ImageSource) -> Tensor:

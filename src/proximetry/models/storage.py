@@ -106,7 +106,7 @@ def read_embedder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def named_weights(description: Mapping[str, Any], path: Path) -> tuple[str, int]:
-    """Return name and size of the weights file in a description that was read from `path`."""
+    """Return name and size of the weights file, from a description read from `path`."""
     try:
         digest, size = (description["tensors"][key] for key in ("sha256", "bytes"))
         if not re.fullmatch("[0-9a-f]{64}", digest) or type(size) is not int or size < 0:

@@ -245,7 +245,7 @@ def _load(
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a .safetensors, .pth, .pt or .bin file; runs no code of the file."""
+    """Read the tensors of a .safetensors, .pth, .pt or .bin file, without running its code."""
     if path.suffix not in (".safetensors", ".pth", ".pt", ".bin"):
         raise WeightsError(f"{path} is not a .safetensors, .pth, .pt or .bin file")
     try:

@@ -1,4 +1,4 @@
-"""Resolve `auto` in a recipe: the fastest way to train on a device, and the number of epochs."""
+"""Resolve `auto` in a recipe: the fastest settings for a device, and the number of epochs."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ MIN_STEPS = 100
 MAX_IMAGES = 10_000_000
 
 EVALUATIONS = 10  # of a run, at least, with `evaluation.every: auto`
-# `training.checkpoint_epochs: auto` on a GPU: an epoch of few images takes no longer than writing.
+# `training.checkpoint_epochs: auto` on a GPU: a short epoch takes no longer than a checkpoint.
 CHECKPOINT_IMAGES = 20_000
 
 PIXELS_SHARE = 1 / 3  # of a GPU's free memory; the rest is for activations and the CUDA graph

@@ -72,7 +72,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path, kind: str) -> dict[str, Any]:
-    """Return the keys and values of a YAML file; ``kind`` names what it should hold."""
+    """Return the keys and values of a YAML file; error messages call it a ``kind``."""
     try:
         values = parse_yaml(read_text(path, MAX_FILE_BYTES))
     except YamlError as error:
@@ -93,7 +93,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def find_file(source: str | Path, shipped: Mapping[str, Path], kind: str, command: str) -> Path:
-    """Return the file at a path, else the shipped one of this name; ``command`` lists those."""
+    """Return the file at a path, else the shipped one of this name, which ``command`` lists."""
     path = Path(source) if isfile(source) else shipped.get(str(source))
     if path is None:
         raise RecipeError(
@@ -106,7 +106,7 @@ def find_file(source: str | Path, shipped: Mapping[str, Path], kind: str, comman
 def plain_values(
     source: str | Path | Mapping[str, Any], derived: tuple[Path, ...] = ()
 ) -> dict[str, Any]:
-    """Return a recipe's nested plain values, merged with those of its base, not validated.
+    """Return a recipe's nested plain values, merged with its base's, without validation.
 
     ``derived`` are the files whose base this one is.
     """
@@ -133,12 +133,12 @@ def plain_values(
 def merge(
     values: Mapping[str, Any], changes: Mapping[str, Any], *, is_complete: bool = True
 ) -> dict[str, Any]:
-    """Return nested values with changes, and without the keys that the changes make meaningless.
+    """Return nested values with changes, without the keys that the changes invalidate.
 
     In a complete recipe, unlike in overrides of one, a missing key has its default.
     """
     old, new = (flatten(overlay({}, part)) for part in (values, changes))
-    for key in _meaningless_keys(old, new, is_complete):
+    for key in _invalidated_keys(old, new, is_complete):
         old.pop(key, None)
     dims = old.get("evaluation.eval_dims")
     if {"model.dim", "model.pca_dim"} & {*new} and isinstance(dims, list | tuple):
@@ -153,10 +153,10 @@ def merge(
     return merged
 
 
-def _meaningless_keys(
+def _invalidated_keys(
     old: Mapping[str, Any], new: Mapping[str, Any], is_complete: bool
 ) -> list[str]:
-    """Return the flat keys of old values that make no sense beside new ones."""
+    """Return the flat keys of old values that new values invalidate."""
 
     def differs(key: str) -> bool:
         has_value = is_complete or key in old

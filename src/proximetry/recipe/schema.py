@@ -94,8 +94,7 @@ AutoCount = Annotated[Count, WrapValidator(_or_auto)]
 AutoFlag = Annotated[Flag, WrapValidator(_or_auto)]
 Protocol = Literal["held_out", "last", "paper"]
 
-# Roles of keys that do not change the result of a step: text for people, a path on this machine,
-# speed and reporting, or when the run ends.
+# Roles of keys that do not change the result of a step.
 Role = Literal["metadata", "path", "runtime", "duration"]
 
 
@@ -105,7 +104,7 @@ def _key(default: Any, about: str, role: Role | None = None, **limits: Any) -> A
 
 
 class Section(BaseModel):
-    """Keys that belong together; unknown keys are errors, and values do not change."""
+    """A group of keys; immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -113,55 +112,54 @@ class Section(BaseModel):
 class DataConfig(Section):
     """Images, augmentation and batches."""
 
-    dataset: str = _key("folder", "a dataset that `proximetry datasets` lists")
-    root: UserPath | None = _key(None, "path of the images; glyphs need none", role="path")
+    dataset: str = _key("folder", "dataset name; see `proximetry datasets`")
+    root: UserPath | None = _key(None, "path of the images; not needed for glyphs", role="path")
     columns: dict[str, Text] = _key(
-        {}, "names of columns in a table if they differ: path=file,label=category"
+        {}, "column names of a table if they differ: path=file,label=category"
     )
     labels_from_name: Text | None = _key(
         None,
-        "take classes from the names of the images, not from folders: auto for what comes before "
-        "the last separator and number (boxer in boxer_12.jpg), or a regular expression whose "
-        "first group is the class",
+        "read classes from file names instead of folders: auto (boxer from boxer_12.jpg), or a "
+        "regular expression whose first group is the class",
     )
     short_side: Side | None = _key(
         None, "short side of the images in the pixel cache; null uses model.resize"
     )
-    crop_size: Side | None = _key(None, "side of the training crops; null uses model.image_size")
+    crop_size: Side | None = _key(None, "size of training crops; null uses model.image_size")
     crop_scale: tuple[Number, Number] = _key(
-        (0.08, 1.0), "smallest and largest area of the random resized crop, as a fraction"
+        (0.08, 1.0), "area range of random resized crops, as fractions of the image"
     )
     crop_ratio: tuple[Number, Number] = _key(
-        (0.75, 4 / 3), "smallest and largest aspect ratio of the random resized crop"
+        (0.75, 4 / 3), "aspect-ratio range of random resized crops"
     )
     random_crop: Flag = _key(
-        True, "false trains on the center crops of evaluation, as is usual for aligned faces"
+        True, "random resized crops; false for center crops, as is usual for aligned faces"
     )
-    flip: Flag = _key(True, "flip half of the training images horizontally")
+    flip: Flag = _key(True, "random horizontal flips")
     color_jitter: Number = _key(
-        0.0, "strength of random brightness, contrast and saturation, as in ColorJitter", ge=0, le=1
+        0.0, "brightness, contrast and saturation jitter, as in ColorJitter", ge=0, le=1
     )
-    hue: Number = _key(0.0, "maximum random hue shift, as in ColorJitter", ge=0, le=0.5)
+    hue: Number = _key(0.0, "hue jitter, as in ColorJitter", ge=0, le=0.5)
     grayscale: Number = _key(0.0, "probability of converting an image to grayscale", ge=0, le=1)
-    batch_size: Count = _key(180, "images per step, over all processes", le=10**6)
+    batch_size: Count = _key(180, "global batch size, over all processes", le=10**6)
     sampler: Literal["shuffled", "balanced", "streamed"] = _key(
         "shuffled",
-        "balanced draws images_per_class images of each class in a batch; streamed reads "
-        "neighboring images at about the same time, for large tar shards",
+        "balanced: images_per_class images per class in each batch; streamed: shuffle within a "
+        "buffer, for large tar shards",
     )
-    shuffle_buffer: Count = _key(16384, "images shuffled together (streamed)", le=10**7)
+    shuffle_buffer: Count = _key(16384, "size of the shuffle buffer in images (streamed)", le=10**7)
     images_per_class: Count = _key(4, "images per class in a batch (balanced)")
     cache: Literal["auto", "none", "pixels", "gpu"] = _key(
         AUTO,
-        "none decodes the image files on the fly; pixels decodes them once and stores them on "
-        "disk; gpu also copies the pixels to GPU memory; auto chooses by the available space",
+        "none: decode images on the fly; pixels: decode once and cache on disk; gpu: also copy to "
+        "GPU memory; auto: choose by available space",
         role="runtime",
     )
     cache_dir: UserPath | None = _key(
         None, "folder of the pixel cache; null uses the user's cache folder", role="path"
     )
     bad_images: Literal["error", "skip"] = _key(
-        "error", "stop at missing or unreadable images, or skip and list them"
+        "error", "missing or unreadable images: raise an error, or skip and list them"
     )
 
     @model_validator(mode="after")
@@ -191,68 +189,68 @@ class ModelConfig(Section):
 
     backbone: Text = _key(
         "tf_efficientnet_lite0",
-        "a model that `proximetry backbones` lists; for vectors instead of images, vectors (a "
+        "backbone name; see `proximetry backbones`. For vectors instead of images: vectors (a "
         "linear head) or vectors_mlp (a small MLP before it)",
     )
-    dim: Dim = _key(DEFAULTS["model.dim"], "dimension of the embedding; with bits, their number")
+    dim: Dim = _key(DEFAULTS["model.dim"], "embedding dimension; equal to bits, if set")
     bits: Bits | None = _key(
-        None, "train binary codes of this many bits: signs of the embedding minus its training mean"
+        None, "train binary codes of this length: signs of the embedding minus its training mean"
     )
     pca_dim: Dim | None = _key(
-        None, "reduce the trained embedding with PCA of the training images (folded into the head)"
+        None, "reduce the embedding to this dimension by PCA, fitted on the training images"
     )
     whitening: Number = _key(
         0.0,
-        "with pca_dim: divide each principal component by this power of its standard deviation; 1 "
-        "whitens, about 0.25 helps to separate unseen classes",
+        "with pca_dim: divide each component by this power of its standard deviation; 1 is full "
+        "whitening, about 0.25 helps with unseen classes",
         ge=0,
         le=1,
     )
     pooling: Literal[POOLINGS] = _key(  # type: ignore[valid-type]
         "auto",
-        "auto is the pooling of the network's classifier: token for transformers; cls-avg is their "
-        "class token concatenated with the mean patch token (DINOv2, DINOv3)",
+        "auto: the backbone's own pooling, token for transformers; cls-avg: class token and mean "
+        "patch token, concatenated (DINOv2, DINOv3)",
     )
     lora_rank: Count | None = _key(
         None,
-        "train low-rank updates (LoRA, Hu et al. 2022) of this rank, such as 8 or 16, in a "
-        "transformer's blocks instead of the backbone; merged when saved",
+        "train LoRA adapters (Hu et al. 2022) of this rank, such as 8 or 16, in transformer blocks "
+        "instead of the backbone; merged when saved",
         le=1024,
     )
     lora_alpha: Number | None = _key(
-        None, "with lora_rank: scale the updates by lora_alpha / lora_rank; null for scale 1", gt=0
+        None, "with lora_rank: the LoRA scale is lora_alpha / lora_rank; null for 1", gt=0
     )
-    dropout: Number = _key(0.0, "probability of dropping a pooled feature in training", ge=0, lt=1)
+    dropout: Number = _key(0.0, "dropout rate of the pooled features", ge=0, lt=1)
     drop_path: Number = _key(
-        0.0, "stochastic depth of timm networks (Huang et al. 2016): rate at the end", ge=0, lt=1
+        0.0, "stochastic depth (Huang et al. 2016): drop rate of the last block", ge=0, lt=1
     )
-    layer_norm: Flag = _key(False, "LayerNorm without learned scale after pooling (ProxyNCA++)")
+    layer_norm: Flag = _key(False, "LayerNorm without affine parameters after pooling (ProxyNCA++)")
     normalize: Flag = _key(True, "L2-normalize the embedding")
     weights: Text = _key(
         "auto", f"{', '.join(WEIGHTS_SOURCES)}, a file, or the folder of a run or an embedder"
     )
     image_size: Side | None = _key(
-        DEFAULTS["model.image_size"], "side of the crop; null uses the backbone's"
+        DEFAULTS["model.image_size"], "input size; null uses the backbone's"
     )
     resize: Side | None = _key(
         None, "short side before the center crop in evaluation; null uses the backbone's"
     )
     squash: Flag | None = _key(
         None,
-        "scale both sides of an image to resize in evaluation, ignoring its aspect ratio; resize "
-        "then defaults to image_size; null uses the backbone's",
+        "resize both sides in evaluation, ignoring the aspect ratio; resize then defaults to "
+        "image_size; null uses the backbone's",
     )
-    freeze_batchnorm: Flag = _key(False, "freeze the running statistics of batch normalization")
+    freeze_batchnorm: Flag = _key(False, "freeze the running statistics of batch norm")
     freeze_backbone: Flag = _key(
         False, "train the head only, on features computed once without augmentation"
     )
     flip_tta: Flag = _key(
-        False, "test-time augmentation: average the features of the image and its flip (2x cost)"
+        False, "test-time augmentation: average features over the image and its flip (2x cost)"
     )
     tta_crops: tuple[Annotated[Number, Field(gt=0, lt=1)], ...] = _key(
         (),
-        "test-time augmentation: also average the features of enlarged center crops of these "
-        "fractions of the sides, such as 0.875 (a forward pass each)",
+        "test-time augmentation: also average features over upscaled center crops of these "
+        "fractions, such as 0.875 (one forward pass each)",
     )
 
     @model_validator(mode="after")
@@ -282,27 +280,27 @@ class LossConfig(Section):
 
     name: str = _key(
         DEFAULTS["loss.name"],
-        "a loss that `proximetry losses` lists, or module:Class for a custom one, which is called "
-        "as loss(embeddings, labels)",
+        "loss name, see `proximetry losses`; or module:Class of a custom loss, called as "
+        "loss(embeddings, labels)",
     )
     settings: dict[str, Setting] = _key(
         {},
-        "settings of the loss; on the command line such as --loss.settings.alpha 32. A custom one "
-        "also gets num_classes and dim if it has such arguments",
+        "settings of the loss, such as --loss.settings.alpha 32; a custom loss also receives "
+        "num_classes and dim if it accepts them",
     )
     exclusive: Number = _key(
         0.0, "weight of RegularFace's exclusive term, ramped up with sphereface's annealing", ge=0
     )
     angular_center: Number = _key(
-        0.0, "weight of RegularFace's center loss, one minus the cosine to the class's proxy", ge=0
+        0.0, "weight of RegularFace's center loss, 1 − cosine to the class proxy", ge=0
     )
     optimization: Literal["normalized", "projected"] = _key(
         "normalized",
-        "normalized: proxies are normalized in the forward pass, their length is free; projected: "
-        "proxies are projected onto the unit sphere after each step (Zhao et al. 2019)",
+        "normalized: normalize proxies in the forward pass; projected: project them onto the unit "
+        "sphere after each step (Zhao et al. 2019)",
     )
     sharded: Flag = _key(
-        False, "split the proxies by class over the processes, for very many classes"
+        False, "shard the proxies by class across processes, for very many classes"
     )
 
     @model_validator(mode="after")
@@ -329,23 +327,25 @@ class LossConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and the learning rates."""
 
-    name: Literal["adamw", "adam", "sgd"] = _key("adamw", "the optimizer")
+    name: Literal["adamw", "adam", "sgd"] = _key("adamw", "optimizer")
     lr: Number = _key(1e-4, "learning rate of the backbone", gt=0)
     layer_decay: Number = _key(
         1.0,
-        "layer-wise learning-rate decay: the last layer of the backbone uses lr, each earlier "
-        "layer this fraction of the next one's rate; 1 disables it, about 0.75 suits transformers",
+        "layer-wise learning-rate decay from the last backbone layer to the first; 1 disables it, "
+        "about 0.75 suits transformers",
         gt=0,
         le=1,
     )
     head_multiplier: Number = _key(1.0, "learning rate of the head, as a multiple of lr", gt=0)
-    proxy_multiplier: Number = _key(100.0, "learning rate of proxies, as a multiple of lr", gt=0)
+    proxy_multiplier: Number = _key(
+        100.0, "learning rate of the proxies, as a multiple of lr", gt=0
+    )
     weight_decay: Number = _key(1e-4, "weight decay of all parameters", ge=0)
     # Less than the minimum is zero in float32.
     eps: Number = _key(1e-8, "epsilon of Adam; ProxyNCA++ uses 1.0 with a matching lr", ge=1e-30)
     momentum: Number = _key(0.9, "momentum of SGD", ge=0, lt=1)
-    clip_value: Number | None = _key(None, "clip each entry of the gradients", gt=0)
-    clip_norm: Number | None = _key(None, "clip the norm of the model's gradient", gt=0)
+    clip_value: Number | None = _key(None, "gradient clipping by value", gt=0)
+    clip_norm: Number | None = _key(None, "gradient clipping by norm, for the network", gt=0)
 
 
 class ScheduleConfig(Section):
@@ -354,15 +354,13 @@ class ScheduleConfig(Section):
     name: Literal["constant", "step", "milestones", "plateau", "cosine"] = _key(
         "step", "learning-rate schedule"
     )
-    every: AutoCount = _key(10, "epochs between two drops (step); auto uses a third of the epochs")
+    every: AutoCount = _key(10, "epochs between drops (step); auto: a third of the epochs")
     at: tuple[Count, ...] = _key((), "epochs of the drops (milestones)")
-    factor: Number = _key(0.5, "factor of the learning rates at a drop", gt=0, le=1)
+    factor: Number = _key(0.5, "learning-rate factor at a drop", gt=0, le=1)
     patience: Count = _key(4, "evaluations without improvement before a drop (plateau)")
-    warmup_steps: Integer = _key(
-        0, "steps at the start over which the learning rates rise linearly", ge=0
-    )
+    warmup_steps: Integer = _key(0, "steps of linear learning-rate warm-up", ge=0)
     freeze_backbone_epochs: Integer = _key(
-        0, "epochs at the start that train the head and the proxies only", ge=0
+        0, "initial epochs that train only the head and the proxies", ge=0
     )
 
 
@@ -374,63 +372,61 @@ class TrainingConfig(Section):
     )
     max_steps: Count | None = _key(
         None,
-        "end training after this many steps, also within an epoch; a cosine schedule ends there",
+        "maximum number of steps; training and a cosine schedule may end within an epoch",
         role="duration",
     )
     max_time: Duration | None = _key(
         None,
-        "end training in time for the results to be complete after this duration, such as 10m or "
-        "2h; the schedule still spans the epochs",
+        "maximum duration including the final evaluation, such as 10m or 2h; the schedule still "
+        "spans all epochs",
         role="duration",
     )
     seed: Annotated[int, Field(strict=True)] = _key(0, "random seed of the run", ge=0, lt=2**63)
     precision: Literal["auto", "float32", "bfloat16", "float16"] = _key(
         AUTO,
-        "autocast precision of the network; proxies and loss use float32. auto uses bfloat16 on a "
-        "CUDA GPU that supports it, else float32",
+        "autocast precision of the network; proxies and loss use float32. auto: bfloat16 if the "
+        "GPU supports it, else float32",
     )
     accumulate: Count = _key(
         1,
-        "process each batch in this many chunks (gradient caching): the exact gradient of the "
-        "whole batch in less memory; batch norm that is not frozen sees a chunk at a time",
+        "chunks per batch (gradient caching): the exact gradient of the whole batch in less "
+        "memory; batch norm sees one chunk at a time unless frozen",
     )
-    ema: Number = _key(
-        0.0, "decay of the moving average of the weights that is evaluated and saved", ge=0, lt=1
-    )
+    ema: Number = _key(0.0, "EMA decay; the averaged weights are evaluated and saved", ge=0, lt=1)
     cuda_graph: AutoFlag = _key(
         AUTO,
-        "run the network with fused kernels as a CUDA graph; ignored without exactly one CUDA GPU "
-        "and with accumulate. auto uses one where it can",
+        "run the network as a CUDA graph with fused kernels; needs CUDA, one process and "
+        "accumulate 1, else ignored. auto: if Triton is installed",
     )
     stop_after: Integer = _key(
-        0, "early stopping: evaluations without improvement; 0 for never", role="duration", ge=0
+        0, "early-stopping patience in evaluations; 0 disables it", role="duration", ge=0
     )
     checkpoint_epochs: AutoCount = _key(
         AUTO,
-        "epochs between two checkpoints; a selected epoch also has one. auto saves every epoch, on "
-        "a CUDA GPU at most every 20 000 training images",
+        "epochs between checkpoints; selected epochs are always saved. auto: every epoch, on a "
+        "CUDA GPU at most every 20 000 training images",
         role="runtime",
     )
     checkpoint_steps: Integer = _key(
-        0, "also save a checkpoint every n steps; 0 for never", role="runtime", ge=0
+        0, "also save a checkpoint every n steps; 0 disables it", role="runtime", ge=0
     )
     keep_checkpoint_every: Integer = _key(
-        0, "keep the checkpoint of every n-th epoch; 0 for last and best only", role="runtime", ge=0
+        0, "keep the checkpoint of every n-th epoch; 0 keeps last and best", role="runtime", ge=0
     )
     two_stages: Flag = _key(
         False,
-        "find the number of epochs and the learning-rate drops on half of the classes, then train "
-        "on all (Teh et al. 2020)",
+        "select the number of epochs and the learning-rate drops on half of the classes, then "
+        "train on all (Teh et al. 2020)",
     )
     tracker: Literal["none", "tensorboard", "wandb", "mlflow"] = _key(
         "tensorboard",
-        "where to log the epochs: in TensorBoard files (if it is installed), or to Weights & "
-        "Biases or MLflow; a resumed run continues there",
+        "experiment tracker: TensorBoard (if installed), Weights & Biases or MLflow; a resumed "
+        "run continues its log",
         role="runtime",
     )
     project: Text | None = _key(
         None,
-        "project at Weights & Biases, experiment at MLflow; null for proximetry",
+        "Weights & Biases project or MLflow experiment; null for proximetry",
         role="runtime",
     )
 
@@ -442,7 +438,7 @@ class TrainingConfig(Section):
         return self
 
     def duration(self) -> list[Any]:
-        """Return the limits that a run can be extended by."""
+        """Return the limits of the run, which can be extended."""
         return [self.epochs, self.max_steps, self.max_time]
 
     def total_steps(self, steps_per_epoch: int) -> int:
@@ -460,29 +456,29 @@ class EvaluationConfig(Section):
 
     protocol: Protocol = _key(
         "held_out",
-        "held_out selects the epoch on training classes excluded from training; last uses the "
-        "last epoch; paper selects on the test set, as many papers do",
+        "epoch selection: held_out on held-out training classes; last takes the last epoch; paper "
+        "on the test set, as many papers do",
     )
     held_out: Number = _key(
-        0.2, "fraction of the training classes held out, at least three classes", gt=0, lt=1
+        0.2, "fraction of training classes to hold out, at least three classes", gt=0, lt=1
     )
     every: AutoCount = _key(
         1,
-        "epochs between two evaluations, at least a tenth of all if no split is evaluated; auto "
-        "uses a tenth",
+        "epochs between evaluations; auto: a tenth of the epochs, which is the minimum if no split "
+        "is evaluated",
     )
     watch_test: Flag = _key(
         False,
-        "also evaluate the test set at every evaluation; does not affect epoch selection",
+        "also evaluate the test set during training; does not affect epoch selection",
         role="runtime",
     )
     final_test: Flag = _key(True, "evaluate the test set at the end of the run", role="runtime")
     untrained: Flag = _key(True, "evaluate the untrained embedder as a baseline", role="runtime")
-    select_by: str = _key("map@r", "the metric that selects the epoch; ties select the later epoch")
+    select_by: str = _key("map@r", "metric that selects the epoch; ties select the later epoch")
     metrics: Metrics = _key(Metrics(), "metrics to compute")
     similarity: Similarity = _key("cosine", "similarity of embeddings")
     eval_dims: tuple[Count, ...] = _key(
-        (), "also report the metrics of the first d dimensions of the embedding, for each d"
+        (), "also evaluate the first d dimensions of the embedding, for each d"
     )
     batch_size: Count = _key(128, "images per forward pass", role="runtime", le=MAX_BATCH_SIZE)
 
@@ -511,7 +507,7 @@ class Recipe(Section):
                 f"choose one of {join_first(computed, 12)}"
             )
         if self.loss.sharded and self.training.precision == "float16":
-            # Its scaler would skip the step of one process only.
+            # The gradient scaler could skip a step on one process only.
             raise ValueError("training.precision must not be float16 with loss.sharded")
         if list(at) != sorted(set(at)):
             raise ValueError(f"schedule.at must be increasing, got {format_value(list(at))}")
@@ -539,6 +535,14 @@ class Recipe(Section):
 
         Missing keys take the value of the recipe named as ``base``, else their default. Keys may be
         nested or dotted: ``{"optimizer.lr": 1e-3}``.
+
+        Raises:
+            RecipeError: unknown keys, or invalid values.
+
+        Examples:
+            >>> recipe = Recipe.load("default-cpu", {"training.epochs": 10, "model.dim": 256})
+            >>> recipe.training.epochs, recipe.model.dim, recipe.loss.name
+            (10, 256, 'proxy_anchor')
         """
         try:
             values = merge(plain_values(source), overrides or {})
@@ -568,7 +572,7 @@ class Recipe(Section):
     def keys_without_roles(
         self, *, without: tuple[Role, ...] = ("metadata", "path")
     ) -> dict[str, Any]:
-        """Return the flat keys and values, except keys of these roles."""
+        """Return the flat keys and values, without keys of these roles."""
         excluded = _keys_of_roles(without)
         return {k: value for k, value in flatten(self.to_dict()).items() if k not in excluded}
 
@@ -583,12 +587,12 @@ class Recipe(Section):
         }
 
     def without_paths(self) -> Recipe:
-        """Return the recipe without paths on this machine."""
+        """Return the recipe without local paths."""
         paths = dict.fromkeys(_keys_of_roles(("path",)))
         return self.override({**paths, "model.weights": self._weights_name()})
 
     def _weights_name(self) -> str:
-        """Return the source of the weights; of a file, only its name."""
+        """Return the source of the weights; for a file, only its name."""
         weights = self.model.weights
         return weights if weights in WEIGHTS_SOURCES else Path(weights).name or "file"
 

@@ -1,4 +1,4 @@
-"""Reports of one run or of several compared, as one HTML file. Names are imported on first use."""
+"""HTML reports on a run, or comparing several. Names are imported on first use."""
 
 # ruff: noqa: F403
 

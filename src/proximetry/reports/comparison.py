@@ -22,7 +22,7 @@ _NEIGHBORS = 4
 
 
 class ComparedRun(NamedTuple):
-    """A run of a comparison; its images may be missing."""
+    """A run of a comparison; its evaluation is None if images are missing."""
 
     name: str
     record: RunRecord
@@ -44,16 +44,16 @@ def _metrics(runs: Sequence[ComparedRun]) -> ReportSection:
         for split, split_title in SPLITS.items():
             scores = [run.record.selected.get(split, {}) for run in runs]
             if any(scores):
-                caption = f"Metrics of the selected epochs as each run reported them, {split_title}"
+                caption = f"Metrics that each run reported, {split_title}, in percent"
                 columns = [(one, {}, None) for one in scores]
-                tables.append((f"{caption}, in percent", head, metric_names(scores), columns))
+                tables.append((caption, head, metric_names(scores), columns))
     else:
         differences: list[Any] = [None] * len(complete)
         scores = [one.scores for one in complete]
         caption = "Metrics of each run on its own images, in percent"
         if all(complete[0].is_comparable_to(one) for one in complete):
             number = format_int(int(scores[0]["queries"]))
-            caption = f"Metrics in percent, {number} queries, the same for all runs"
+            caption = f"Metrics of all runs on the same {number} queries, in percent"
             first, *others = (one.evaluation for one in complete)
             comparisons = sum(len(first.scores.keys() & other.scores.keys()) for other in others)
             confidence = 1 - 0.05 / max(comparisons, 1)
@@ -83,7 +83,7 @@ def _curves(runs: Sequence[ComparedRun]) -> ReportSection:
     def series(*keys: str) -> dict[str, list[tuple[float, float]]]:
         return {short(run.name): run.record.curve(*keys) for run in runs}
 
-    # Losses with other names or settings have other scales.
+    # Losses with different names or settings have different scales.
     one_loss = len({format_value(run.record.recipe.loss) for run in runs}) == 1
     charts = [line_chart("Loss", series("loss"))] if one_loss else []
     charts.append(line_chart("Learning rate", series("lr"), from_zero=True))
@@ -97,7 +97,7 @@ def _curves(runs: Sequence[ComparedRun]) -> ReportSection:
 
 
 def _queries(runs: Sequence[ComparedRun]) -> ReportSection | None:
-    """Return queries whose nearest image is correct in only one of two runs."""
+    """Return the queries whose nearest image is correct in only one of two runs."""
     (name, _, first), *others = runs
     comparisons = []
     for other_name, _, other in others:
@@ -130,7 +130,7 @@ def _top_gaps(first: RunEvaluation, other: RunEvaluation, queries: Any) -> list[
     """Return the queries whose scores differ the most, at most one per class."""
     scores, other_scores = first.evaluation.scores, other.evaluation.scores
     common = next((name for name in (first.ranking_metric, *scores) if name in other_scores), None)
-    # Without a common score, queries come in the order of the catalog.
+    # Without a common score, queries stay in the order of the catalog.
     gap = other_scores[common] - scores[common] if common else np.zeros(len(first.queries))
     order = queries[np.argsort(-np.abs(gap[queries]), kind="stable")]
     return first.one_per_class(order, MAX_CHANGES)

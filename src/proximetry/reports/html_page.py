@@ -27,12 +27,12 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # invalid in HTML
 
 
 def percent(value: float | None) -> str:
-    """Format a fraction in percent; None is a dash."""
+    """Format a fraction in percent, or None as a dash."""
     return "–" if value is None else f"{100 * value:.1f}"
 
 
 def short(name: object) -> str:
-    """Shorten a name of a class or a file."""
+    """Shorten the name of a class or a file."""
     return shorten(str(name), _MAX_NAME_LENGTH)
 
 
@@ -42,7 +42,7 @@ def signed(value: float) -> str:
 
 
 def interval(bounds: Interval | None) -> str:
-    """Format the bounds of an interval in percent; None is a dash."""
+    """Format the bounds of an interval in percent, or None as a dash."""
     return "–" if bounds is None else f"{percent(bounds.low)} to {percent(bounds.high)}"
 
 
@@ -63,12 +63,12 @@ class ReportSection(NamedTuple):
 
 
 def section(title: str, template: str, **values: Any) -> ReportSection:
-    """Return a section whose content is a template."""
+    """Return a section whose content is a rendered template."""
     return ReportSection(title, render(template, **values))
 
 
 def page(title: str, sections: Sequence[ReportSection], **header: Any) -> bytes:
-    """Return a page that loads no other file; its policy allows only the script of the report."""
+    """Return a self-contained page; its content security policy allows only its own script."""
     style, script = (
         Markup(files("proximetry.reports").joinpath(name).read_text(encoding="utf-8"))
         for name in ("report.css", "report.js")

@@ -1,5 +1,5 @@
 "use strict";
-// The map: hovering or choosing a class shows it. Without scripts the class is the title of a point.
+// The map: hovering over a point or choosing a class shows it. Without scripts, points have titles.
 for (const map of document.querySelectorAll(".map")) {
   const tip = document.createElement("div");
   tip.className = "tip";

@@ -1,4 +1,4 @@
-"""The report of a run, or of several compared, as one HTML file."""
+"""The report on a run, or a comparison of several, as one HTML file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from proximetry.reports.run_sections import (
 )
 
 _MISSING_INPUT_ERRORS = (ValueError, OSError, ModuleNotFoundError)
-"""Raised if images, checkpoints or an extra are missing."""
+"""Errors of missing images, checkpoints or extras."""
 
 
 def write_report(
@@ -39,20 +39,30 @@ def write_report(
     columns: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> list[str]:
-    """Write the report of a run, or of several compared, all or nothing.
+    """Write the report on a run, or a comparison of several, atomically.
 
     Sections whose inputs are missing, such as moved images, are skipped and listed.
 
     Args:
-        runs: run folders; the others are compared with the first.
+        runs: one run folder, or several to compare with the first.
         out: the HTML file.
-        source: images to evaluate on, as for `evaluate`; default: those of each run.
+        source: images to evaluate on, as for `evaluate`; default: each run's images.
         root: the current folder of the dataset.
-        columns: the names of a table's columns; default: as in each run.
+        columns: a table's column names by field; default: as in each run.
         progress: called with (done, total) while images are embedded and neighbors searched.
 
     Returns:
-        What the report lacks, and why.
+        The missing sections, each with the reason.
+
+    Examples:
+        >>> import numpy as np
+        >>> from proximetry.training import Recipe, train
+        >>> vectors = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
+        >>> np.savez("vectors.npz", vectors=vectors, labels=np.repeat(list("abcdefghij"), 4))
+        >>> settings = {"data.root": "vectors.npz", "training.epochs": 1}
+        >>> results = train(Recipe.load("vectors", settings), "run")
+        >>> write_report([Path("run")], Path("report.html"))
+        []
     """
     if columns and source is None:
         raise UsageError("--columns without --data. Pass the table as --data.")
@@ -77,7 +87,7 @@ def write_report(
 
 
 def report_page(record: RunRecord, run: RunEvaluation | None) -> bytes:
-    """Return the report of one run; missing inputs are added to `record.missing`."""
+    """Return the report on one run; missing inputs are added to `record.missing`."""
     notes = [] if run is None else run.notes
     sections = [metrics_section(record, run), curves_section(record)]
     if run is not None:
@@ -105,11 +115,11 @@ def report_page(record: RunRecord, run: RunEvaluation | None) -> bytes:
 
 def _creation_note() -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return f"Written {now} by Proximetry {__version__}."
+    return f"Created {now} by Proximetry {__version__}."
 
 
 def _proxies(record: RunRecord, run: RunEvaluation | None) -> list[ReportSection]:
-    """Return the section on proxies; their use needs the training images too."""
+    """Return the section on proxies; the proxies in use also require the training images."""
     proxies = use = None
     title = "Proxies"
     try:
@@ -129,16 +139,17 @@ def _proxies(record: RunRecord, run: RunEvaluation | None) -> list[ReportSection
 def comparison_page(
     records: Sequence[RunRecord], evaluations: Sequence[RunEvaluation | None]
 ) -> bytes:
-    """Return the comparison of runs, each with the first."""
+    """Return the comparison of the first run with each of the others."""
     names = [record.name for record in records]
     if len(set(names)) < len(names):
         names = [str(record.path) for record in records]
     runs = list(map(ComparedRun, names, records, evaluations))
-    title = " and ".join(names) if len(names) == 2 else f"{names[0]} and {len(names) - 1} others"
+    others = names[1] if len(names) == 2 else f"{len(names) - 1} others"
+    title = f"Comparison of {names[0]} and {others}"
     return page(
-        f"{title}, compared",
+        title,
         comparison_sections(runs),
-        heading=f"{title}, compared",
+        heading=title,
         about=f"{len(names)} runs, compared with {names[0]}. {_creation_note()}",
         missing=[f"{run.name}. {reason}" for run in runs for reason in run.record.missing],
     )

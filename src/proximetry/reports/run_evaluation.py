@@ -1,4 +1,4 @@
-"""Evaluate the embedder of a run again, query by query."""
+"""Re-evaluate the embedder of a run, query by query."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from proximetry.training.sources.training_data import open_catalog, split_rows
 
 Rows = npt.NDArray[np.int64]
 
-NEIGHBORS = 8  # images beside a query
+NEIGHBORS = 8  # images shown beside a query
 MAX_MAP_IMAGES = 1500
 _IMAGES_PER_CLASS = 20
-# Metrics of another device differ in the last digits; those of other images differ by more.
+# Metrics on another device differ in the last digits; metrics of other images differ by more.
 _ROUNDING = 1e-4
 
 
@@ -49,17 +49,17 @@ class RunEvaluation:
 
     Attributes:
         catalog: the evaluated images.
-        split: of the data: test, held_out or all.
+        split: evaluated split of the data: test, held_out or all.
         train: the training images of the run, if they are in the same data.
         vectors: the embeddings of the catalog.
-        evaluation: every score of every query.
+        evaluation: all scores of every query.
         scores: their means.
         neighbors: the nearest images of each query.
-        queries: their rows of the catalog.
-        gallery: the rows of the catalog that are searched.
-        matches_run: whether the metrics are those of the selected epoch in the run's results.
+        queries: rows of the catalog that are queries.
+        gallery: rows of the catalog that are searched.
+        matches_run: whether the metrics equal those of the saved epoch in the run's results.
         notes: warnings about the images and the metrics.
-        unreadable: image files for which a page has no thumbnail.
+        unreadable: image files without a thumbnail on the page.
     """
 
     embedder: Embedder
@@ -83,7 +83,7 @@ class RunEvaluation:
 
     @property
     def ranking_metric(self) -> str:
-        """The score by which queries and classes are ordered."""
+        """The score that orders queries and classes."""
         names = list(self.evaluation.scores)
         return "map@r" if "map@r" in names else names[0]
 
@@ -160,8 +160,8 @@ def evaluate_run(
         source: other images, as for `evaluate`; default: those of the recipe.
         root: the current folder of the dataset.
         progress: called with (done, total) while images are embedded and neighbors searched.
-        columns: the names of a table's columns; default: as in the recipe.
-        vectors: the embeddings of the images, if they are computed already.
+        columns: a table's column names by field; default: as in the recipe.
+        vectors: the embeddings of the images, if already computed.
 
     Raises:
         ValueError: if there is nothing to evaluate, or the images cannot be read.
@@ -179,7 +179,7 @@ def evaluate_run(
     catalog = drop_unused_roles(catalog)
     similarity = embedder.architecture.similarity
     dims = [dim for dim in settings.eval_dims if dim < embedder.dim]
-    scored = evaluator.score_queries(
+    evaluations = evaluator.score_queries(
         vectors,
         catalog,
         similarity,
@@ -188,23 +188,23 @@ def evaluate_run(
         binary=embedder.architecture.binary,
         progress=progress,
     )
-    scores = evaluator.average_scores(scored)
-    before = record.selected.get(split, {})
-    changed = [
-        f"{name} {100 * before[name]:.2f} → {100 * scores[name]:.2f}"
+    scores = evaluator.average_scores(evaluations)
+    recorded_scores = record.selected.get(split, {})
+    changes = [
+        f"{name} {100 * recorded_scores[name]:.2f} → {100 * scores[name]:.2f}"
         for name in scores
-        if isinstance(before.get(name), float)
+        if isinstance(recorded_scores.get(name), float)
         and name not in COUNTS
-        and not math.isclose(before[name], scores[name], abs_tol=_ROUNDING)
+        and not math.isclose(recorded_scores[name], scores[name], abs_tol=_ROUNDING)
     ]
-    if changed:
+    if changes:
         notes.append(
-            "the images or the embedder have changed since the evaluation at the end of the run: "
-            f"{join_first(changed, 4)}"
+            "the images or the embedder have changed since the run was evaluated: "
+            f"{join_first(changes, 4)}"
         )
     if not record.results:
         epoch = (embedder.metrics or {}).get("epoch")
-        notes.append(f"the embedder is the last saved one, of epoch {epoch}")
+        notes.append(f"the run is unfinished; its last saved embedder is of epoch {epoch}")
     queries, gallery = (
         np.arange(len(catalog)) if role is None else np.flatnonzero(role)
         for role in (catalog.queries, catalog.galleries)
@@ -215,12 +215,12 @@ def evaluate_run(
         split,
         train,
         vectors,
-        next(iter(scored.values())),
+        next(iter(evaluations.values())),
         scores,
         retrieve(**evaluation_arguments(vectors, catalog, similarity), k=NEIGHBORS),
         queries,
         gallery,
-        split in record.selected and not changed,
+        split in record.selected and not changes,
         notes,
     )
 
@@ -246,9 +246,9 @@ def _open(
 def _evaluated_images(
     record: RunRecord, embedder: Embedder, catalog: Catalog, source: str | None
 ) -> tuple[Catalog, str, Catalog | None, list[str]]:
-    """Return the images that the run was evaluated on; of other data, as `evaluate` does."""
+    """Return the images that the run was evaluated on, or the split of other data to evaluate."""
     train: Catalog | None = None
-    with suppress(ValueError):  # these images may not be trainable
+    with suppress(ValueError):  # other images may be unsuitable for training
         rows = split_rows(catalog, record.recipe).rows
         train = catalog.subset(rows["train"])
     if train is not None and list(train.class_names) == embedder.class_names:
@@ -262,6 +262,6 @@ def _evaluated_images(
         return catalog.subset(rows[split]), split, train, []
     images_of_split, split = choose_split(catalog, None, source or str(catalog.root))
     images = f"{format_int(len(images_of_split))} images in {catalog.root} (split {split})"
-    note = f"evaluated on {images}, not on those of the run"
+    note = f"evaluated on {images}, not on the run's images"
     notes = [note, *evaluator.leakage_warnings(embedder, images_of_split)]
     return images_of_split, split, None, notes

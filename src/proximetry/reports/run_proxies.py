@@ -41,7 +41,7 @@ class RunProxies:
 
 
 def read_proxies(record: RunRecord) -> RunProxies | None:
-    """Read the proxies of the selected epoch of a run; return None if its loss has none.
+    """Read the proxies of the saved epoch of a run; return None if its loss has none.
 
     Raises:
         ValueError: if the checkpoint is missing or damaged, or the proxies are sharded.
@@ -51,7 +51,7 @@ def read_proxies(record: RunRecord) -> RunProxies | None:
     path = folder.best if folder.best.exists() else folder.last
     state, tensors = read_part(path, "loss.proxies")
     if state.get("shards"):
-        raise ValueError(f"the proxies of {path} are sharded, and not read for a report")
+        raise ValueError(f"reports do not support sharded proxies: {path}")
     if "weight" not in tensors:
         return None  # a custom loss
     text = bytes(tensors["names_utf8"].tolist()).decode(errors="surrogateescape")
@@ -64,10 +64,11 @@ class ProxyUse:
     """The number of proxies per class that are nearest to at least one of its training images.
 
     Attributes:
-        images, classes: number of compared images, and of all classes.
-        nearest_proxies: by class, the number of proxies that are the nearest of at least one image.
-        effective: by class, the exponential of the entropy of the images' nearest proxies: K if
-            evenly distributed, 1 if all are nearest to one.
+        images: number of compared images.
+        classes: number of all classes.
+        nearest_proxies: by class, the number of proxies that are nearest to at least one image.
+        effective: by class, the exponential of the entropy of the nearest proxies: K if images are
+            evenly distributed, 1 if all are nearest to the same proxy.
     """
 
     images: int
@@ -77,12 +78,12 @@ class ProxyUse:
 
 
 def measure_use(proxies: RunProxies, embedder: Embedder, train: Catalog) -> ProxyUse:
-    """Find the nearest proxy of all training images of classes sampled with seed 0.
+    """Find the nearest proxy of each training image of a sample of classes (seed 0).
 
-    These classes have at most `MAX_IMAGES` images together, but there is at least one class.
+    The sample has at most `MAX_IMAGES` images, but at least one class.
 
     Raises:
-        ValueError: if the embedder is not that of the proxies.
+        ValueError: if the embedder does not belong to the proxies.
     """
     if embedder.dim != proxies.weight.shape[2] or embedder.architecture.binary:
         raise ValueError("the embedder was changed after training, by PCA or for binary codes")

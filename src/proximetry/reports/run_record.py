@@ -24,7 +24,7 @@ class RunRecord:
         environment: versions, command, device.
         history: a line per epoch.
         results: of a finished run; else empty.
-        missing: what the report lacks, and why.
+        missing: missing parts of the report, each with the reason.
     """
 
     path: Path
@@ -67,8 +67,13 @@ class RunRecord:
 
     @property
     def selected(self) -> dict[str, Any]:
-        """Epoch and metrics of the selected epoch; empty for an unfinished run."""
+        """Epoch and metrics of the saved epoch; empty for an unfinished run."""
         return {**self.results.get("selected", {})}
+
+    @property
+    def selected_epoch(self) -> int | None:
+        """The selected epoch; None if the run is unfinished or saved its last epoch."""
+        return None if self.results.get("protocol") == "last" else self.selected.get("epoch")
 
     @property
     def metrics(self) -> list[str]:

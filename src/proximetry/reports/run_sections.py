@@ -44,7 +44,7 @@ def metric_names(scores: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def headline(record: RunRecord, run: RunEvaluation | None) -> list[tuple[str, str, str]]:
-    """Return the main metrics as (name, value, note), with those before training if recorded."""
+    """Return the cards (name, value, note): the main metrics, the saved epoch and the duration."""
     split = next((s for s in SPLITS if s in record.selected), "")
     scores, intervals = record.selected.get(split, {}), {}
     if run is not None:
@@ -66,8 +66,9 @@ def headline(record: RunRecord, run: RunEvaluation | None) -> list[tuple[str, st
             cards.append((metric_title(name), value, "; ".join(notes)))
     if record.results:
         epochs, seconds = record.results["epochs"], record.results["seconds"]
-        cards.append(("Selected epoch", str(record.selected["epoch"]), f"of {epochs} trained"))
-        cards.append(("Training", readable_seconds(seconds), "evaluations not counted"))
+        title = "Last epoch" if record.selected_epoch is None else "Selected epoch"
+        cards.append((title, str(record.selected["epoch"]), f"of {epochs} trained"))
+        cards.append(("Training", readable_seconds(seconds), "without evaluation"))
     return cards
 
 
@@ -86,7 +87,7 @@ def metrics_section(record: RunRecord, run: RunEvaluation | None) -> ReportSecti
             tables.append(_metrics_table(f"Metrics of the {title}", columns, intervals))
     if run is not None and not run.matches_run:
         split = SPLITS.get(run.split, f"split {run.split}")
-        caption = f"Metrics of the images of this report: {split}"
+        caption = f"Metrics on the images of this report: {split}"
         columns = {"embedder of the run": run.scores}
         tables.append(_metrics_table(caption, columns, run.intervals))
     return section(
@@ -129,7 +130,7 @@ def _metrics_table(
 
 def curves_section(record: RunRecord) -> ReportSection:
     """Return loss, learning rate and metrics by epoch."""
-    selected = record.selected.get("epoch")
+    selected = record.selected_epoch
     charts = [
         line_chart("Loss", {"mean of the epoch": record.curve("loss")}, selected_epoch=selected),
         line_chart("Learning rate", {"backbone": record.curve("lr")}, from_zero=True),
@@ -255,18 +256,18 @@ def confused_pairs(run: RunEvaluation) -> list[tuple[str, str, int, int]]:
 
 
 def classes_section(run: RunEvaluation) -> ReportSection:
-    """Return which classes are confused, and the metrics of each class."""
-    scored = run.evaluation.per_class()
-    names = [str(label) for label in scored["label"]]
-    queries = dict(zip(names, scored["queries"].tolist(), strict=True))
+    """Return the most confused classes and the metrics of each class."""
+    class_scores = run.evaluation.per_class()
+    names = [str(label) for label in class_scores["label"]]
+    queries = dict(zip(names, class_scores["queries"].tolist(), strict=True))
     pairs = confused_pairs(run)
     first, ranking = next(iter(run.evaluation.scores)), run.ranking_metric
     metrics, title = list(dict.fromkeys([first, ranking])), metric_title(first)
     rows = [
-        (names[i], queries[names[i]], [scored[name][i] for name in metrics])
-        for i in np.lexsort((scored[ranking], scored[first]))
+        (names[i], queries[names[i]], [class_scores[name][i] for name in metrics])
+        for i in np.lexsort((class_scores[ranking], class_scores[first]))
     ]
-    bins = np.bincount(np.minimum((scored[first] * 10).astype(int), 10), minlength=11)
+    bins = np.bincount(np.minimum((class_scores[first] * 10).astype(int), 10), minlength=11)
     labels = [*(f"{10 * n}–{10 * n + 10}" for n in range(10)), "100"]
     bars = dict(zip(labels, map(float, bins), strict=True))
     x_label = f"{title}, percent"
@@ -294,7 +295,7 @@ def _confused_example(run: RunEvaluation, a: str, b: str) -> dict[str, Any]:
 
 
 def map_section(run: RunEvaluation) -> ReportSection:
-    """Return the embeddings as points on a plane."""
+    """Return the embeddings as points in the plane."""
     rows = run.sample()
     coordinates = map_embeddings(run.vectors[rows], similarity=run.embedder.architecture.similarity)
     catalog, codes = run.catalog, run.catalog.codes[rows]
@@ -305,7 +306,7 @@ def map_section(run: RunEvaluation) -> ReportSection:
         points = [
             (i, *(f"{value:.0f}" for value in pixels[i])) for i in np.flatnonzero(codes == number)
         ]
-        # The golden angle gives neighbors in the order of names different colors.
+        # The golden angle gives classes with adjacent names different colors.
         color = f"hsl({int(number) * 137.508 % 360:.0f} 60% {(48, 60, 40)[int(number) % 3]}%)"
         groups.append((short(catalog.class_names[number]), color, points))
     return section(
@@ -325,7 +326,7 @@ def map_section(run: RunEvaluation) -> ReportSection:
 def proxies_section(
     record: RunRecord, proxies: RunProxies | None, use: ProxyUse | None
 ) -> ReportSection | None:
-    """Return the separability of the proxies, and the number of used proxies per class."""
+    """Return the separability of the proxies and the number of proxies in use per class."""
     last = record.results.get("last", {})
     if proxies is None and "proxies" not in last:
         return None

@@ -1,4 +1,4 @@
-"""Thumbnails that are embedded in a page."""
+"""Thumbnails embedded in a page."""
 
 import base64
 import io
@@ -16,7 +16,7 @@ COLUMNS = 50
 
 
 def load_thumbnail(file: str, side: int = SIDE) -> Image.Image | None:
-    """Return a small version of an image, None if it is not readable."""
+    """Return a thumbnail of an image; None if it is not readable."""
     try:
         return thumbnail(file, side)
     except ImageError:
@@ -24,7 +24,7 @@ def load_thumbnail(file: str, side: int = SIDE) -> Image.Image | None:
 
 
 def sprite(files: Sequence[str]) -> str:
-    """Return the thumbnails of many files in rows of `COLUMNS` as one image, a data URI."""
+    """Return the thumbnails of many files as one image with `COLUMNS` columns, as a data URI."""
     rows = -(-len(files) // COLUMNS)
     sheet = Image.new("RGB", (COLUMNS * TILE, rows * TILE), "#888")
     with ThreadPoolExecutor(cores()) as pool:

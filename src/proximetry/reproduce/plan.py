@@ -44,7 +44,7 @@ class PlannedRun:
 
     @property
     def id(self) -> str:
-        """Unique within a table, and the name of its folder."""
+        """Id within the table, and name of the run folder."""
         return run_id(self.row.slug, self.seed, self.kind)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class PlannedRun:
 
 
 def run_id(slug: str, seed: int, kind: str) -> str:
-    """Return the id of a run; there is one selection per row, whatever its seed."""
+    """Return the id of a run; a row has one selection run, whatever its seed."""
     return f"{slug}-selection" if kind == "selection" else f"{slug}-seed{seed}"
 
 

@@ -23,12 +23,12 @@ class Record(Section):
 
     Attributes:
         last: epoch and metrics at the end.
-        selected_epoch: of a selection run.
-        seconds: of training, without start and evaluation.
-        curve: per epoch: seconds of training so far, loss, and the metrics if they were computed.
+        selected_epoch: the epoch that a selection run selected.
+        seconds: of training, without startup and evaluation.
+        curve: per epoch: seconds of training so far, loss, and metrics, if computed.
         parallel: number of runs that shared the device; None if unknown.
         images: number of images per split; None if unknown.
-        views: metrics of the held-out classes for other sizes of the images.
+        views: metrics of the held-out classes at other image sizes.
         epochs_overridden: whether `--epochs` set the number of epochs.
     """
 
@@ -60,7 +60,7 @@ class Record(Section):
     def metrics(
         self, epoch: int | None = None, dim: int | None = None, view: str | None = None
     ) -> dict[str, Any]:
-        """Return metrics at an epoch (default: the last), for the first dimensions or a view."""
+        """Return the metrics at an epoch (default: the last), of the first dimensions or a view."""
         if view is not None:
             return (self.views or {}).get(view, {})
         line = self.last
@@ -73,7 +73,7 @@ class Record(Section):
         return metrics if dim is None else metrics.get("dims", {}).get(str(dim), {})
 
     def write(self, folder: Path) -> None:
-        """Add the run to those of a folder, or replace the one of its id."""
+        """Add the run to those of a folder, replacing one with the same id."""
         write_records(folder, {**read_records(folder), self.id: self}.values())
 
 
@@ -104,7 +104,7 @@ def read_runs(folder: Path) -> list[Record]:
 
 
 def read_records(folder: Path, table: Table | None = None) -> dict[str, Record]:
-    """Read the runs of a folder by id; with a table, each must be of one of its rows."""
+    """Read the runs of a folder by id; with a table, each must belong to one of its rows."""
     records = {record.id: record for record in read_runs(folder)}
     for name, record in records.items():
         if table is not None and record.row not in [row.name for row in table.rows]:
@@ -124,13 +124,13 @@ def check_same(name: str | Path, existing: Recipe, run: PlannedRun) -> None:
         recipe.without_paths().keys_without_roles(without=("metadata", "path", "runtime"))
         for recipe in (existing, keep_choices(run.recipe, existing))
     )
-    for values in (old, new):  # the folder of a file of weights does not matter
+    for values in (old, new):  # the folder of a weights file does not matter
         values["model.weights"] = Path(values["model.weights"]).name
     changed = differences(old, new)
     if changed:
         raise ReproduceError(
-            f"{name} has another recipe: {'; '.join(changed[:3])}. Use another --out, or remove it "
-            "to run it again."
+            f"{name} has a different recipe: {'; '.join(changed[:3])}. Use another --out, or "
+            "remove it to run it again."
         )
 
 

@@ -82,7 +82,7 @@ def start_process(job: Job) -> Child:
     command = [sys.executable, "-m", "proximetry", "train", str(job.file), str(job.folder.path)]
     # Results must not depend on the number of concurrent runs.
     changes = {FOLLOW_PARENT: str(os.getpid()), "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    # Threads that wait in loops take the cores from the other runs; docs/faq.md has figures.
+    # Busy-waiting threads slow down the other runs; docs/faq.md has figures.
     policy = {"OMP_WAIT_POLICY": "PASSIVE"} if job.parallel > 1 else {}
     with job.log.open("wb") as log:
         return subprocess.Popen(
@@ -187,7 +187,7 @@ def _run_jobs(
     finish: Callable[[Job, int], str],
     report: Report,
 ) -> list[str]:
-    """Run the jobs, ``parallel`` at a time, and return the failures; on interruption, save all."""
+    """Run the jobs, ``parallel`` at a time, and return the failures; save all on interruption."""
     waiting, failures = deque(jobs), list[str]()
     running: list[tuple[Job, Child]] = []
     try:
@@ -211,7 +211,7 @@ def _run_jobs(
                 report(f"{job.run}: {message}; {len(waiting) + len(running)} left")
             if not ended:
                 time.sleep(0.1)
-    finally:  # children still run only after an interruption
+    finally:  # only an interruption leaves children running
         for _, child in running:
             child.terminate()  # SIGTERM: the run saves at its next step
         for _, child in running:
@@ -266,7 +266,7 @@ def summarize(table: Table, record: Record) -> str:
 
 
 def _evaluate_views(job: Job, table: Table, catalog: Catalog) -> dict[str, dict[str, Any]]:
-    """Evaluate the held-out classes for other sizes of their images, and with flip TTA."""
+    """Evaluate the held-out classes at other image sizes, and with flip TTA."""
     embedder = Embedder.load(job.folder.embedder, device=job.device)
     embedder.architecture = replace(embedder.architecture, flip_tta=False, tta_crops=())
     held_out = catalog.subset(split_rows(catalog, job.run.recipe).rows["held_out"])
@@ -369,12 +369,12 @@ def _check_existing(
 def _check_same_images(
     folder: Path, records: Iterable[Record], datasets: Mapping[str, tuple[Any, Catalog]]
 ) -> None:
-    """Raise if an existing run was trained on another number of images."""
+    """Raise if an existing run was trained on a different number of images."""
     for record in records:
         name = record.recipe["data"]["dataset"]
         if name in datasets and record.images not in (None, _count_images(datasets[name][1])):
             raise ReproduceError(
-                f"{folder / RUNS}: {record.id} was trained on other images. Use another --out."
+                f"{folder / RUNS}: {record.id} was trained on different images. Use another --out."
             )
 
 

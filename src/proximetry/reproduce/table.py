@@ -1,4 +1,4 @@
-"""Published tables as YAML files, in the folder ``tables``; unknown keys are errors."""
+"""Published tables, as YAML files in the folder ``tables``; unknown keys are errors."""
 
 import re
 from collections.abc import Mapping
@@ -42,12 +42,12 @@ class ReproduceOptions:
         seeds: one run per row and seed
         rows: only these rows of the table; default: all
         parallel: number of concurrent runs; seconds are then not compared
-        backbone: another network than the table's, such as bn_inception or resnet50.tv_in1k
-        weights: its weights: auto, package, hub, none, or a file
-        epochs: another number of epochs; schedule and evaluation interval scale too
+        backbone: replaces the table's backbone, such as bn_inception or resnet50.tv_in1k
+        weights: weights of the backbone: auto, package, hub, none, or a file
+        epochs: replaces the number of epochs; schedule and evaluation interval scale too
         selection: also select the epoch on held-out classes; default: set by the table
         device: cpu, cuda or cuda:1; default: cuda if there is a GPU
-        render: only write README.md and the figures again from existing runs
+        render: only rewrite README.md and the figures from existing runs
         keep_runs: keep checkpoints, embedders and logs of the runs
     """
 
@@ -71,7 +71,7 @@ class Published(Section):
 
     Attributes:
         protocol: how the epoch was selected, and the number of runs per published value.
-        epochs: default: those of the table.
+        epochs: default: the table's.
     """
 
     backbone: str = ""
@@ -84,7 +84,7 @@ class Row(Section):
     """One row.
 
     Attributes:
-        recipe: a shipped recipe that replaces that of the table.
+        recipe: a shipped recipe that replaces the table's.
         changes: overrides of the table's base, by dotted or nested keys.
         published: metric → published percentage.
         x: position on the horizontal axis of a sweep.
@@ -137,7 +137,7 @@ class Table(Section):
         protocol: "last" trains on all training classes and evaluates the test set at the last
             epoch; "held_out" evaluates held-out training classes and never the test set.
         recipe: a shipped recipe that the base overrides, if any.
-        base: what the rows share: overrides of that recipe, or a whole recipe.
+        base: shared by the rows: overrides of that recipe, or a whole recipe.
         metrics: the columns.
         seconds: whether the seconds of training are a column.
         dims: further columns: the first metric for the first d dimensions of the embedding.
@@ -145,8 +145,8 @@ class Table(Section):
             the evaluated images, and with flip TTA.
         claims: the published order of the rows.
         selection: whether the epoch is also selected on held-out classes, or the rows for which.
-        differences: how the table's setting differs from the published one, one text each.
-        comparison: whether the rows, which are losses, are compared with each other (`compare`).
+        differences: differences between the table's and the published setting.
+        comparison: whether the rows are losses that are compared with each other (`compare`).
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]

@@ -24,7 +24,7 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 _CONVERGED = 0.95  # fraction of the best final recall
-_OVERVIEW = ("recall@1", "map@r", "verification", "mean_angle")
+_OVERVIEW = ("recall@1", "map@r", "mean_angle")
 _MAX_NOTES = 3
 
 
@@ -34,7 +34,7 @@ def page(results: Results) -> str:
 
 
 def overview(results: Results, folder: str) -> str:
-    """Return a section about a table for a page about several; ``folder`` holds its own page."""
+    """Return a section for a page about several tables; ``folder`` contains the table's page."""
     return _render("overview.md", results, folder=folder)
 
 
@@ -95,7 +95,7 @@ def _plus_minus(half_width: float | None) -> str:
 
 
 def _aligned(head: list[str], rows: list[list[str]]) -> str:
-    """Return a table in Markdown whose columns are aligned, for the terminal too."""
+    """Return a Markdown table with aligned columns, readable in a terminal."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [head, ["-" * width for width in widths], *rows]
     padded = ([cell.ljust(w) for cell, w in zip(line, widths, strict=True)] for line in lines)

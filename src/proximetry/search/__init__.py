@@ -1,4 +1,4 @@
-"""Galleries: images, their vectors and an index, on disk. Names are imported at first use."""
+"""Galleries: images, their vectors and an index on disk. Names are imported on first use."""
 
 from typing import TYPE_CHECKING
 

@@ -45,12 +45,12 @@ class Duplicates:
     """Near-duplicate images.
 
     Attributes:
-        pairs: ids of two images each, the smaller one first, most similar first, [n, 2].
-        similarities: of each pair: the cosine, or the negative Euclidean distance.
-        groups: ids of images connected by pairs, the largest group first.
-        paths: the file of each image in a group, by its id.
-        threshold: the smallest cosine, or the largest Euclidean distance.
-        threshold_source: how the threshold was chosen, "" if it was passed.
+        pairs: ids of both images, smaller id first; most similar pairs first, [n, 2].
+        similarities: cosine, or negative Euclidean distance, of each pair.
+        groups: ids of images connected by pairs, largest group first.
+        paths: file of each image in a group, by id.
+        threshold: minimum cosine, or maximum Euclidean distance, of a pair.
+        threshold_source: how the threshold was chosen; "" if it was passed.
     """
 
     pairs: IntArray
@@ -232,7 +232,7 @@ def _measure_threshold(
 
 
 def _unusual_distance(distances: npt.NDArray[np.floating[Any]]) -> float:
-    """Return the distance that few nearest neighbors fall below, whether or not some are copies.
+    """Return a distance that few nearest neighbors fall below, even if some are copies.
 
     Distances are compared by their logarithms. Median and median absolute deviation change
     little while fewer than half of the images have copies.

@@ -85,7 +85,7 @@ def merge_hits(hits: Sequence[Hits], k: int) -> Hits:
 
 
 def take(arrays: Sequence[FloatArray], starts: IntArray, positions: IntArray) -> FloatArray:
-    """Return the rows at positions over several arrays, which begin at `starts`."""
+    """Return the rows at positions over several arrays whose first rows are at `starts`."""
     if len(arrays) == 1:
         return arrays[0][positions]
     vectors = np.empty((len(positions), arrays[0].shape[1]), np.float32)
@@ -113,8 +113,8 @@ class Store:
         size = max(1, _MAX_GATHERED_VALUES // (positions.shape[1] * queries.shape[1]))
         for part in chunks(len(positions), size):
             valid = positions[part] >= 0
-            taken = take(self.vectors, self.starts, np.where(valid, positions[part], 0).ravel())
-            vectors = taken.reshape(*valid.shape, -1)
+            rows = take(self.vectors, self.starts, np.where(valid, positions[part], 0).ravel())
+            vectors = rows.reshape(*valid.shape, -1)
             part_scores = exact_scores(queries[part], vectors, self.similarity)
             scores[part] = np.where(valid, part_scores, -np.inf)
         return scores
@@ -196,6 +196,6 @@ def exact_scores(queries: FloatArray, rows: FloatArray, similarity: Similarity) 
 
 
 def as_similarities(scores: Scores, similarity: Similarity) -> FloatArray:
-    """Return scores as results have them: cosines of at most 1, or negative distances."""
+    """Convert scores to the similarities of results: cosines up to 1, or negative distances."""
     similarities = scores.clip(-1, 1) if similarity == "cosine" else -np.sqrt(-scores)
     return np.where(scores == -np.inf, scores, similarities).astype(np.float32)

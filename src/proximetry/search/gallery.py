@@ -1,4 +1,4 @@
-"""`Gallery`: images, their vectors and an index, in a folder that changes atomically."""
+"""`Gallery`: images, their vectors and an index, in a folder with atomic changes."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ if TYPE_CHECKING:
 Where = metadata.Where
 Queries: TypeAlias = "ImageSource | Sequence[ImageSource] | Vectors"
 
-_MAX_RERANK_K = 1000  # re-ranking compares twice as many images
+_MAX_RERANK_K = 1000  # re-ranking compares twice this number of images
 
 
 class Gallery:
-    """Images to search, built by `Gallery.build` and opened by `Gallery.open`.
+    """A searchable collection of images, built by `Gallery.build` or opened by `Gallery.open`.
 
     Both accept a folder, or the address of a collection on Milvus (`search/milvus.py`), with
     different guarantees. In a folder, an open gallery stays at its version until it is changed
@@ -73,9 +73,25 @@ class Gallery:
     a time. Several threads may search.
 
     Attributes:
-        path: its folder; for a gallery on Milvus, the local folder of staged vectors.
+        path: the folder; for a gallery on Milvus, the local folder of staged vectors.
         name: the folder or the address.
         skipped: the images that the last `build` or `add` could not read.
+
+    Examples:
+        With vectors that are already computed (without ``vectors=`` the files are embedded):
+
+        >>> import numpy as np
+        >>> from proximetry import Embedder, Gallery
+        >>> embedder = Embedder.create("vectors", None, weights="none", input_dim=2)
+        >>> gallery = Gallery.build(
+        ...     embedder,
+        ...     ["a.jpg", "b.jpg", "c.jpg"],
+        ...     "gallery",
+        ...     labels=["jay", "jay", "crow"],
+        ...     vectors=np.array([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]]),
+        ... )
+        >>> gallery.search(np.array([1.0, 0.1]), k=2).labels.tolist()
+        [['jay', 'jay']]
     """
 
     def __init__(self, path: Path, name: str, snapshot: AnySnapshot) -> None:
@@ -100,7 +116,7 @@ class Gallery:
         progress: Progress | None = None,
         report: Report | None = None,
     ) -> Gallery:
-        """Embed images and build a gallery of them in a new or empty folder.
+        """Embed images and build a gallery in a new or empty folder.
 
         Call it again to resume an interrupted build.
 
@@ -108,17 +124,17 @@ class Gallery:
             embedder: computes the vectors, and is saved in the folder.
             images: a catalog; image files; or a folder, table or tar file.
             path: the folder, or ``milvus://host:port/collection``, or ``milvus:file.db``.
-            index: "Flat" searches exactly; "HNSW32", "IVF1024,PQ64" and other factory strings of
-                faiss approximately; "BFlat" by binary codes. "auto" is exact up to 100 000
-                images, HNSW32 up to 2 million, and IVF with 8-bit codes beyond; for an embedder
-                with `bits` it is "BFlat". Recall@10 is measured on a sample, and the search
-                effort is doubled until it is 0.98.
+            index: "Flat" is exact; "HNSW32", "IVF1024,PQ64" and other faiss factory strings are
+                approximate; "BFlat" searches binary codes. "auto" is exact up to 100 000 images,
+                HNSW32 up to 2 million, and IVF with 8-bit codes beyond; for an embedder with
+                `bits` it is "BFlat". The search effort of an approximate index is doubled until
+                recall@10, measured on a sample, reaches 0.98.
             labels: the class of each image file, or None.
             vectors: embeddings of the images, if already computed.
             bad_images: "error" stops at unreadable images, "skip" lists them in `skipped`.
             batch_size: images per forward pass.
             progress: called with (done, total) while images are embedded and indexed.
-            report: called with messages, such as the index.
+            report: called with messages, such as the chosen index.
         """
         new_images = NewImages(
             images, embedder.dim, labels, vectors, bad_images, batch_size, progress, report
@@ -157,9 +173,13 @@ class Gallery:
         """Open a gallery.
 
         Args:
-            path: its folder, or its address on Milvus.
-            embedder: the one that built it. By default the one in the folder is loaded to embed
-                images; Milvus does not store it.
+            path: the folder, or the address on Milvus.
+            embedder: the embedder that built the gallery; by default loaded from the folder on
+                first use. Milvus does not store it.
+
+        Examples:
+            >>> Gallery.open("gallery")
+            Gallery('gallery': 3 images, 2 dimensions, cosine, index Flat)
         """
         if is_milvus(path):
             from proximetry.search.milvus import MilvusGallery
@@ -174,11 +194,11 @@ class Gallery:
 
     @property
     def version(self) -> str:
-        """An identifier that is different after every change."""
+        """An identifier that differs after every change."""
         return self._snapshot.manifest.version
 
     def refresh(self) -> None:
-        """Read the current version, also if the gallery was rebuilt with another embedder."""
+        """Switch to the current version, even if the gallery was rebuilt with another embedder."""
         snapshot = self._read_snapshot()
         with self._load_lock:
             if snapshot.manifest.embedder != self._snapshot.manifest.embedder:
@@ -213,7 +233,7 @@ class Gallery:
 
     @property
     def embedder(self) -> Embedder:
-        """The embedder that built the gallery, loaded at first use."""
+        """The embedder that built the gallery, loaded on first use."""
         with self._load_lock:
             if self._embedder is None:
                 loaded = Embedder.load(self.path / EMBEDDER, device=resolve_device())
@@ -252,7 +272,7 @@ class Gallery:
         return snapshot.take(self._positions(snapshot, ids), columns)
 
     def vectors(self, ids: Sequence[int] | IntArray) -> FloatArray:
-        """Return the vectors of images, [n, dim]; of unit length for cosines."""
+        """Return the vectors of images, [n, dim]; of unit length if compared by cosine."""
         snapshot = self._snapshot
         return snapshot.vectors(self._positions(snapshot, ids))
 
@@ -275,21 +295,24 @@ class Gallery:
     def contains(
         self, paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
     ) -> list[bool]:
-        """Return for each file whether its image is in the gallery."""
+        """Return whether the image of each file is in the gallery."""
         files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         table = metadata.from_images(files)
         existing = self._snapshot.find_paths(table)
         return [path in existing for path in table["path"].to_pylist()]
 
     def check_files(self, folder: str | os.PathLike[str]) -> tuple[list[str], list[str]]:
-        """Compare the images below a folder with their files.
+        """Find images of the gallery below a folder whose files are missing or have changed.
 
-        Returns the paths of missing files, and of files whose size or modification time has
-        changed since they were embedded. Galleries on Milvus do not store these.
+        Galleries on Milvus do not support this.
+
+        Returns:
+            The paths of missing files, and of files whose size or modification time has changed
+            since they were embedded.
         """
         snapshot = self._snapshot
         if not isinstance(snapshot, Snapshot):
-            raise UsageError(f"the gallery {self.name} does not store sizes of files")
+            raise UsageError(f"check_files is not supported on Milvus: {self.name}")
         missing: list[str] = []
         changed: list[str] = []
         root = os.path.dirname(metadata.absolute(os.path.join(folder, "image")))
@@ -315,8 +338,15 @@ class Gallery:
     ) -> IntArray:
         """Add images and return their ids; arguments as in `build`.
 
-        With `replace`, images that are already in the gallery are embedded again, under new ids;
-        files without `labels` keep their metadata. By default such images raise UsageError.
+        With `replace`, images that are already in the gallery are embedded again under new ids;
+        files without `labels` keep their metadata. Without it, such images raise UsageError.
+
+        Examples:
+            >>> gallery = Gallery.open("gallery")
+            >>> gallery.add(["d.jpg"], labels=["crow"], vectors=np.array([[0.6, 0.8]]))
+            array([3])
+            >>> len(gallery)
+            4
         """
         new_images = NewImages(
             images, self.dim, labels, vectors, bad_images, batch_size, progress, report
@@ -382,7 +412,7 @@ class Gallery:
             self._commit(snapshot.mark_deleted(snapshot.ids(self._positions(snapshot, ids))))
 
     def _open_for_writing(self) -> Snapshot:
-        """Open the current version, validate embedder and metadata files; requires the lock."""
+        """Open the current version; validate embedder and metadata files; requires the lock."""
         snapshot = Snapshot.open(self.path)
         self._check_not_rebuilt(snapshot)
         snapshot.check_tables()
@@ -414,7 +444,7 @@ class Gallery:
         remove_stale_files(self.path, manifest)
 
     def verify(self, progress: Progress | None = None) -> None:
-        """Compare every file of the current version with its checksum; raise ValueError."""
+        """Verify the checksums of all files of the current version; raise ValueError if damaged."""
         segments = Snapshot.open(self.path).manifest.segments
         for number, info in enumerate(segments):
             check_segment(self.path, info)
@@ -437,15 +467,19 @@ class Gallery:
             queries: one image or several (paths, PIL images, uint8 arrays), or vectors of the
                 gallery's embedder as a float array or tensor, [dim] or [n, dim].
             k: number of results per query.
-            where: by column, a value or several values combined with OR:
-                ``{"label": "jay"}``, ``{"label": ["jay", "crow"], "split": "test"}``. All columns
-                must match.
+            where: by column, a value or several values combined with OR; all columns must match:
+                ``{"label": "jay"}``, ``{"label": ["jay", "crow"], "split": "test"}``.
             expand: query expansion with this number of neighbors (`metrics.expand_queries`).
             rerank: order the nearest images by `metrics.k_reciprocal_distances`. With `expand` or
-                `rerank`, `similarities` are those of the original query, and `scores` give the
-                order.
+                `rerank`, results are ordered by their `scores`; `similarities` are still those to
+                the original query.
             batch_size: images per forward pass.
             progress: called with (done, total) while images are embedded.
+
+        Examples:
+            >>> result = Gallery.open("gallery").search(np.eye(2), k=2, where={"label": "jay"})
+            >>> result.ids.tolist()
+            [[0, 1], [1, 0]]
         """
         if not is_integer(k):
             raise UsageError(f"k must be an integer of at least 1, got {k!r}")
@@ -503,16 +537,20 @@ class Gallery:
     def predict(
         self, queries: Queries, k: int = 10, *, where: Where | None = None
     ) -> list[Prediction]:
-        """Predict the class of every query by a vote of its k nearest images.
+        """Predict the class of every query by a majority vote of its k nearest images.
 
         Images without a class do not vote; ties go to the class of the nearer image. Arguments are
         as in `search`.
+
+        Examples:
+            >>> Gallery.open("gallery").predict(np.array([0.9, 0.3]), k=3)
+            [Prediction(label='jay', votes=2, neighbors=3)]
         """
         return self.search(queries, k, where=where).predictions
 
     def serve(self, host: str = "127.0.0.1", port: int = 8000, token: str | None = None) -> None:
         """Serve the search page of the gallery until Ctrl-C; see `proximetry.web.serve`."""
-        import proximetry  # a higher package, which only this method needs
+        import proximetry  # web is a higher package, used by this method only
 
         proximetry.web.serve(self.name, host, port, token)
 
@@ -530,6 +568,10 @@ class Gallery:
                 (half size, recompressed, mirrored, brightened, cropped) meet it, and few different
                 images do. If no image can be read, it is a cosine of 0.99.
             progress: called with (done, total).
+
+        Examples:
+            >>> Gallery.open("gallery").duplicates(threshold=0.95).pairs.tolist()
+            [[1, 3]]
         """
         snapshot = self._snapshot
         stored = isinstance(snapshot, Snapshot) or self._embedder is not None
@@ -538,7 +580,7 @@ class Gallery:
 
 
 def _with_stored_columns(snapshot: AnySnapshot, table: Any) -> Any:
-    """Return the rows of files with the metadata that they have in the gallery."""
+    """Return the rows of files with their metadata in the gallery."""
     existing = snapshot.find_paths(table)
     positions = np.array([existing.get(path, -1) for path in table["path"].to_pylist()], np.int64)
     columns = snapshot.take(positions, snapshot.columns)

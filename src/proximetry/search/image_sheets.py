@@ -59,7 +59,7 @@ def draw_sheet(result: SearchResult) -> Image.Image:
 
 def group_sheet(file: Path, groups: Sequence[Sequence[str | None]]) -> int:
     """Write groups of images as an HTML page, one row each; return the number of groups shown."""
-    existing = [[path for path in group if path] for group in groups]  # None: removed meanwhile
+    existing = [[path for path in group if path] for group in groups]  # None: removed since
     paths = [path for group in existing for path in group]
     root = os.path.commonpath(paths) if paths else ""
     sizes = np.cumsum([len(group) for group in existing])

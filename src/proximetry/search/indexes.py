@@ -1,8 +1,8 @@
 """Approximate faiss indexes: choose, build, open and search them.
 
 An index returns candidates of one segment, which are then re-scored with the full vectors; an
-index of compressed vectors returns more candidates than k. Filters are applied to the candidates,
-because a selector of faiss would not show which rows an index did not reach.
+index of compressed vectors returns more than k candidates. Filters are applied to the candidates,
+because a faiss selector would not show which rows an index did not reach.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from proximetry.models.constants import Similarity
 EXACT, BINARY = "Flat", "BFlat"
 MAX_FLAT_ROWS = 100_000  # scanned in tens of ms on two cores
 MAX_GRAPH_ROWS = 2_000_000  # beyond, a graph takes over 5 GB at 512 dimensions, and hours
-MIN_INDEXED_ROWS = 10_000  # fewer rows are scanned faster than an index is set up
-RECALL = 0.98  # recall@10 that the search effort of a new index is raised to
+MIN_INDEXED_ROWS = 10_000  # below, a scan is faster
+RECALL = 0.98  # minimum recall@10; the search effort of a new index is doubled to reach it
 MAX_EFFORT = 32
 EF_SEARCH = 128
 _BLOCK = 16_384  # vectors added at a time
@@ -43,9 +43,9 @@ _SUPPORTED = re.compile(
 
 @cache
 def load_faiss() -> Any:
-    """Import faiss with passive OpenMP waiting.
+    """Import faiss with passive waiting of its OpenMP threads.
 
-    faiss and torch have an OpenMP runtime each, whose busy-waiting threads would block each other.
+    faiss and torch each have an OpenMP runtime, whose busy-waiting threads would block each other.
     """
     key, policy = "OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY")
     os.environ.setdefault(key, "PASSIVE")
@@ -137,7 +137,7 @@ def build(
 
 
 def compressed_candidates(k: int) -> int:
-    """Return the number of candidates for k results of an index of compressed vectors."""
+    """Return the number of candidates for k results from an index of compressed vectors."""
     return 10 * max(k, 10)
 
 
@@ -213,7 +213,7 @@ def choose_nprobe(nlist: int) -> int:
 
 
 def describe(index: str, count: int, recall: float | None = None, prefix: str = "") -> str:
-    """Describe the index of this number of images in one line."""
+    """Describe an index of `count` images in one line."""
     exact = index in ("", EXACT)
     accuracy = "every search is exact" if exact else "approximate, with exact similarities"
     if recall is not None:

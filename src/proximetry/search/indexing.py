@@ -35,21 +35,32 @@ def index(
     progress: Progress | None = None,
     report: Report = print,
 ) -> Gallery:
-    """Build a gallery of images, or add the new images to a gallery.
+    """Build a gallery of images, or add the new images to an existing gallery.
 
     Args:
         images: a folder, image file, CSV or Parquet table or tar file, several of these, or a
             catalog.
         out: folder or Milvus address of the gallery; by default the folder "gallery".
-        model: an embedder, or any source of `Embedder.load`. By default the one in the gallery;
-            for a new gallery a pretrained network from an installed package.
+        model: an embedder, or any source of `Embedder.load`. By default the gallery's embedder or,
+            for a new gallery, a pretrained network from an installed package.
         index: as in `Gallery.build`; None is "auto", or the index of the gallery.
-        columns: names of a table's columns, if they are not path, label and so on.
+        columns: a table's column names by field if they differ, as in ``{"path": "file"}``.
         bad_images: "error" stops at unreadable images, "skip" lists them in `Gallery.skipped`.
         batch_size: images per forward pass.
-        device: such as "cpu" or "cuda:1"; None chooses the best one.
+        device: such as "cpu" or "cuda:1"; None chooses the best available.
         progress: called with (done, total) while images are embedded and indexed.
         report: called with messages, such as the network and the index.
+
+    Examples:
+        >>> from PIL import Image
+        >>> from proximetry import Embedder, index
+        >>> for color in ("red", "green", "blue"):
+        ...     Image.new("RGB", (32, 32), color).save(f"{color}.png")
+        >>> embedder = Embedder.create("small_convnet", 8, weights="none", image_size=32)
+        >>> gallery = index(["red.png", "green.png", "blue.png"], model=embedder)
+        index: auto → Flat for 3 images: every search is exact
+        >>> gallery.search("green.png", k=1).ids
+        array([[1]])
     """
     if isinstance(images, Catalog):
         table = metadata.from_images(images)
@@ -75,7 +86,7 @@ def index_table(
     report: Report,
     **options: Any,
 ) -> tuple[Gallery, int]:
-    """Build a gallery of a table of images, or add the new ones; return it and their number."""
+    """Build a gallery of a table of images, or add the new ones; return it and the number added."""
     if not is_gallery(out):
         embedder = load_model(model, out, device, report)
         gallery = Gallery.build(embedder, table, out, index or "auto", report=report, **options)
@@ -84,8 +95,8 @@ def index_table(
     gallery = Gallery.open(out, load_model(model, out, device, report) if load else None)
     if index not in (None, gallery.index) and (index, gallery.index) != ("auto", "BFlat"):
         raise UsageError(
-            f"the gallery {out} was built with --index {gallery.index}. Remove it, or choose "
-            "another one with --gallery."
+            f"the gallery {out} was built with --index {gallery.index}. Omit --index, or choose "
+            "another --gallery."
         )
     is_indexed = gallery.contains(metadata.values(table["path"]))
     if any(is_indexed):
@@ -111,7 +122,7 @@ def is_gallery(path: str | os.PathLike[str]) -> bool:
 def load_model(
     model: Model, out: str | os.PathLike[str], device: str | None, report: Report
 ) -> Embedder:
-    """Return the embedder for a gallery: `model`, else the one in it, else a pretrained one."""
+    """Return the embedder for a gallery: `model`, else the gallery's, else a pretrained one."""
     if model is None:
         stored = Path(out) / EMBEDDER
         model = stored if is_gallery(out) and stored.exists() else packaged_backbone()

@@ -1,7 +1,7 @@
 """`gallery.json`: the files of a gallery's current version.
 
-It is the only file that is replaced, and replacing it commits a change. All other files are
-written before, under new names, and never change.
+It is the only file that is ever replaced; replacing it commits a change. All other files are
+written first, under new names, and never change.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from proximetry.models.constants import Similarity
 FORMAT = "proximetry gallery"
 VERSION = 1
 GALLERY = "gallery"
-"""The folder of a gallery, unless another is named."""
+"""Default folder of a gallery."""
 MANIFEST = "gallery.json"
 LOCK = "gallery.lock"
 LOCK_SECONDS = 60.0  # how long a writer waits for another one
 GRACE = 86_400.0
-"""Seconds for which replaced segments and staged vectors stay: readers on other hosts use them."""
+"""Seconds for which replaced segments and staged vectors are kept for readers on other hosts."""
 EMBEDDER, STAGING, SEGMENTS = "embedder", "staging", "segments"
 FILES = {
     "vectors": "vectors.npy",
@@ -56,7 +56,7 @@ Report = Callable[[str], None]
 
 
 def ignore(*values: object) -> None:
-    """Discard progress and messages that no caller receives."""
+    """Discard progress or a message."""
 
 
 class DamagedGalleryError(ValueError):
@@ -114,11 +114,11 @@ class Manifest:
     next_id: int = 0
     segments: tuple[SegmentInfo, ...] = ()  # in ascending order of ids
     deleted: DeletedIds | None = None  # removed ids that are still in a segment
-    retired: Mapping[str, float] = field(default_factory=dict)  # replaced segments, and when
+    retired: Mapping[str, float] = field(default_factory=dict)  # time of each replaced segment
 
     @property
     def version(self) -> str:
-        """An identifier that is different after every change, as file names are."""
+        """An identifier that differs after every change, since file names do."""
         files = [info.name for info in self.segments], self.deleted and self.deleted.name
         return hashlib.sha256(repr((self.embedder, files)).encode()).hexdigest()
 
@@ -133,14 +133,14 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
         if not folder.exists():
-            raise UsageError(f"no gallery {folder}. `proximetry index` builds one.")
+            raise UsageError(f"no gallery {folder}. Build one with `proximetry index`.")
         from proximetry.models.storage import DESCRIPTION, find_embedder  # imports torch
 
         reason = f"it has no {MANIFEST}"
         if (folder / LOCK).exists():
             reason = "the build is not finished. Run it again."
         elif (find_embedder(folder) / DESCRIPTION).exists():
-            reason = f"it is an embedder. Build one: proximetry index IMAGES --model {folder}."
+            reason = f"it is an embedder. Build one: proximetry index IMAGES --model {folder}"
         raise UsageError(f"{folder} is not a gallery: {reason}")
     try:
         content = read_json(path, _MAX_BYTES)
@@ -220,7 +220,7 @@ def check_new_folder(folder: Path) -> None:
 
 
 def retire(before: Manifest, after: Manifest) -> Manifest:
-    """Return the new manifest with the replaced segments, which stay for `GRACE` seconds."""
+    """Return the new manifest with the replaced segments, which are kept for `GRACE` seconds."""
     now = time.time()
     recent = {name: since for name, since in before.retired.items() if now - since < GRACE}
     names = {segment.name for segment in after.segments}
@@ -229,7 +229,7 @@ def retire(before: Manifest, after: Manifest) -> Manifest:
 
 
 def remove_stale_files(folder: Path, manifest: Manifest) -> None:
-    """Remove files that the manifest does not name, and old staged vectors; under the lock."""
+    """Remove files that are not in the manifest and old staged vectors; requires the lock."""
     current = {*(segment.name for segment in manifest.segments), *manifest.retired}
     for path in (folder / SEGMENTS).glob("*"):
         if _NAME.fullmatch(path.name) and path.name not in current:

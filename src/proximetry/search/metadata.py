@@ -40,7 +40,7 @@ def from_images(
     images: Catalog | str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     labels: Sequence[str | None] | None = None,
 ) -> Any:
-    """Return the table of a catalog, of image files and their classes, or of a source.
+    """Return the metadata table of a catalog, of image files and their classes, or of a source.
 
     A source is anything that `from_sources` reads.
     """
@@ -50,7 +50,7 @@ def from_images(
         images = [images]
     if isinstance(images, Catalog):
         if labels is not None:
-            raise UsageError("labels are for lists of files; a catalog has labels")
+            raise UsageError("labels apply to lists of files only, got a catalog. Omit labels.")
         fields = {column: getattr(images, field) for column, field in FIELDS.items()}
         columns = {name: values for name, values in fields.items() if values is not None}
         columns |= images.columns
@@ -72,9 +72,9 @@ def from_sources(
     allow_missing: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Any, list[str]]:
-    """Return the table of all images in files, folders, tables and tar files, and notes on them.
+    """Return the metadata table of the images in files, folders, tables and tar files, and notes.
 
-    The classes are those of class folders and tables. Other arguments are as in `open_dataset`.
+    Classes come from class folders and tables. Other arguments are as in `open_dataset`.
     """
     names = [os.fspath(source) for source in sources]
     tables, notes = list[Any](), list[str]()
@@ -92,7 +92,8 @@ def from_sources(
             tables.append(from_columns({"path": [*map(absolute, paths)], "label": labels}))
             notes += files[1]
     if not tables:
-        raise UsageError(f"no images in {', '.join(names) or 'the arguments'}. Pass some.")
+        places = ", ".join(names) or "the arguments"
+        raise UsageError(f"no images in {places}. Pass image files or folders.")
     table = concat(tables)
     first = {path: row for row, path in reversed([*enumerate(table["path"].to_pylist())])}
     return table.take(arrow().array(sorted(first.values()))), notes
@@ -109,7 +110,7 @@ def absolute(path: str) -> str:
 
 
 def from_columns(columns: Mapping[str, Sequence[Any]]) -> Any:
-    """Return the table of columns, one of which is path; label is null by default."""
+    """Return a metadata table of columns, one of which is path; label is null by default."""
     pa = arrow()
     for name in columns:
         if name in _RESERVED:
@@ -140,7 +141,7 @@ def with_stamps(table: Any, stamps: Sequence[Any]) -> Any:
 
 
 def encode(text: str) -> bytes:
-    """Encode text as it is stored."""
+    """Encode text for storage."""
     return text.encode("utf-8", "surrogateescape")
 
 
@@ -196,7 +197,7 @@ def select(table: Any, where: Where) -> Mask:
         else:
             if invalid := [target for target in targets if not len(_cast([target], kind))]:
                 raise UsageError(
-                    f"column {name} is {kind}, got {join_first(map(format_value, invalid))}"
+                    f"column {name} has type {kind}, got {join_first(map(format_value, invalid))}"
                 )
             matches = contains(table[name], _cast(targets, kind))
         if not matches.any():

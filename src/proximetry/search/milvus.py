@@ -1,4 +1,4 @@
-"""`MilvusGallery`: the same interface for more images than one machine can store.
+"""`MilvusGallery`: a gallery on Milvus, for more images than fit on one machine.
 
     milvus://host:19530/collection     a server or a cluster; milvuss:// over TLS
     milvus:file.db/collection          a file of Milvus Lite; the default collection is "gallery"
@@ -40,7 +40,7 @@ from proximetry.search.new_images import NewImages
 
 MAX_K = 16_384  # the largest number of results of a query on Milvus
 TOKEN = "MILVUS_TOKEN"
-_TIMEOUT = 10.0
+_TIMEOUT = 10.0  # seconds
 _VERSION = 2
 # Properties of a collection: the gallery as JSON, and one for each column besides path and label.
 _GALLERY, _COLUMN = "proximetry", "proximetry.column."
@@ -72,7 +72,7 @@ class Address:
         text = os.fspath(path)
         if "@" in text.partition("://")[2].partition("/")[0]:
             raise UsageError(
-                f"user in the address of a gallery on Milvus. Set {TOKEN}=user:password instead."
+                f"credentials in an address on Milvus. Set {TOKEN}=user:password instead."
             )
         if server := _SERVER.fullmatch(text):
             secure, host, collection = server.groups()
@@ -143,9 +143,9 @@ def find(path: str | os.PathLike[str]) -> _Client | None:
 
 
 def choose_index(index: str, count: int) -> tuple[str, dict[str, int]]:
-    """Return the index of Milvus for a factory string, and its settings.
+    """Return Milvus's index for a factory string, and its settings.
 
-    "auto" of many images is Milvus's AUTOINDEX.
+    "auto" is AUTOINDEX for many images.
     """
     if index == "auto" and count > indexes.MAX_FLAT_ROWS:
         return "AUTOINDEX", {}
@@ -220,7 +220,7 @@ def ids_of(table: Any) -> IntArray:
 
 
 class Collection:
-    """A gallery on Milvus in its current state, with the methods of a `Snapshot`."""
+    """The current state of a gallery on Milvus, with the methods of a `Snapshot`."""
 
     max_k = MAX_K
 
@@ -330,7 +330,7 @@ class Collection:
         return records
 
     def take(self, positions: IntArray, columns: Iterable[str]) -> dict[str, list[Any]]:
-        """Return columns of rows, None for −1 and for rows that were removed meanwhile."""
+        """Return columns of rows; None for −1 and for rows removed since the search."""
         names = list(columns)
         by_id = self._get(positions, {name if name in _TEXTS else _OTHERS for name in names})
         records = [by_id.get(position, {}) for position in positions.tolist()]
@@ -341,7 +341,7 @@ class Collection:
         }
 
     def vectors(self, positions: IntArray) -> FloatArray:
-        """Return the vectors of rows, [n, dim]; zeros for rows that were removed meanwhile."""
+        """Return the vectors of rows, [n, dim]; zeros for rows removed since the search."""
         by_id, zeros = self._get(positions, ["vector"]), {"vector": [0.0] * self.manifest.dim}
         vectors = [by_id.get(position, zeros)["vector"] for position in positions.tolist()]
         return np.array(vectors, np.float32).reshape(-1, self.manifest.dim)
@@ -468,7 +468,7 @@ class MilvusGallery(Gallery):
         """See `Gallery.open`."""
         client = find(path)
         if client is None:
-            raise UsageError(f"no gallery {path}. `proximetry index` builds one.")
+            raise UsageError(f"no gallery {path}. Build one with `proximetry index`.")
         return cls(client.address.folder, str(client.address), Collection.open(client))
 
     def _read_snapshot(self) -> Collection:
@@ -482,8 +482,8 @@ class MilvusGallery(Gallery):
         """The embedder that built the gallery, if it was passed."""
         if self._embedder is None:
             raise UsageError(
-                f"the gallery {self.name} stores no embedder. Pass the one that built it, --model "
-                "RUN or Gallery.open(address, embedder), or search with vectors."
+                f"the gallery {self.name} stores no embedder. Pass the one that built it (--model "
+                "RUN or Gallery.open(address, embedder)), or search with vectors."
             )
         return self._embedder
 
@@ -503,7 +503,7 @@ class MilvusGallery(Gallery):
             collection.client.delete(collection.name, ids=positions[part].tolist())
 
     def compact(self, *, progress: Progress | None = None, report: Report | None = None) -> None:
-        """Ask Milvus to reclaim the space of removed rows, which it also does automatically."""
+        """Make Milvus reclaim the space of removed rows, which it also does automatically."""
         self._snapshot.client.compact(self._snapshot.name)
 
     def verify(self, progress: Progress | None = None) -> None:
@@ -511,7 +511,7 @@ class MilvusGallery(Gallery):
         for ids, vectors in self._snapshot.blocks():
             squares = np.square(vectors.astype(np.float64)).sum(1)
             valid = np.isfinite(squares)
-            if self.similarity == "cosine":  # zero vectors have no direction, and stay zero
+            if self.similarity == "cosine":  # zero vectors cannot be normalized
                 valid &= (np.abs(squares - 1) < 1e-3) | (squares == 0)
             if not valid.all():
                 names = join_first(map(str, ids[~valid]))

@@ -1,4 +1,4 @@
-"""`NewImages`: images to add to a gallery, whose vectors are staged on disk until then.
+"""`NewImages`: images to add to a gallery; their vectors are staged on disk until then.
 
 Under torchrun only rank 0 opens the gallery. It broadcasts a job to the other ranks
 (`distributed_workers`, `worker_loop`), which stage their share of the vectors in the same folder,
@@ -80,7 +80,7 @@ class NewImages:
         skipped: the unreadable images.
         embedded: whether vectors were passed.
         has_labels: whether classes were passed with a list of files.
-        only_files: whether they are files without metadata.
+        only_files: whether the images are files without metadata.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class NewImages:
         )
         counts = Counter(self.table["path"].to_pylist())
         if not counts:
-            raise UsageError("no images")
+            raise UsageError("no images. Pass at least one.")
         if repeated := [os.fsdecode(path) for path, count in counts.items() if count > 1]:
             raise UsageError(f"duplicate images: {join_first(repeated)}")
         self.has_labels = labels is not None
@@ -150,7 +150,7 @@ class NewImages:
                     progress=lambda count, done=done: self.progress(done + count, len(paths)),  # type: ignore[misc]
                     on_error=None if self._bad_images == "error" else unreadable.__setitem__,
                 ).numpy()
-            except ValueError as error:  # the error gives the index, its cause the file
+            except ValueError as error:  # the error names the index, its cause the file
                 if not isinstance(error.__cause__, ValueError):
                     raise
                 raise error.__cause__ from None
@@ -168,10 +168,10 @@ class NewImages:
             raise ValueError(f"{count} cannot be read: {self.skipped[0]}")
 
     def _reuse(self, folder: Path) -> list[IntArray]:
-        """Load the staged vectors, and return the other images in chunks.
+        """Load the staged vectors; return the other images in chunks.
 
-        Images are split by their numbers, so that after an interruption the batches are the same:
-        the last bits of a vector depend on its batch.
+        Images are split by index, so that batches are the same after an interruption: the last
+        bits of a vector depend on its batch.
         """
         self._chunks, self._files = [], {}
         keys: list[bytes] = []
@@ -201,7 +201,7 @@ class NewImages:
         return np.cumsum([0, *map(len, self._chunks)])
 
     def blocks(self, manifest: Manifest) -> Iterator[FloatArray]:
-        """Yield the vectors as a gallery stores them."""
+        """Yield the vectors in the form that a gallery stores."""
         for part in chunks(len(self._rows), BLOCK):
             yield prepare_vectors(take(self._chunks, self._starts, self._rows[part]), manifest)
 
@@ -219,7 +219,7 @@ class NewImages:
         )
 
     def discard(self) -> None:
-        """Remove the staged vectors, which are in the gallery now."""
+        """Remove the staged vectors, which are now in the gallery."""
         used = {*(np.searchsorted(self._starts, self._rows, "right") - 1).tolist()}
         files = [file for number, file in self._files.items() if number in used]
         for file in files:
@@ -244,7 +244,7 @@ def as_vectors(values: Any, count: int, dim: int) -> FloatArray:
 
 
 class _Job(NamedTuple):
-    """Chunks of images that the ranks share."""
+    """Chunks of images that the ranks embed together."""
 
     parts: Sequence[Sequence[str]]
     folder: Path
@@ -274,7 +274,7 @@ _workers_waiting = Event()  # set while the other ranks wait for a job
 
 
 def _broadcast(job: _Job | None) -> _Job | None:
-    """Send a job from rank 0 to all ranks; None if there is nothing to embed."""
+    """Broadcast a job from rank 0 to all ranks; None if there is nothing to embed."""
     _workers_waiting.clear()
     objects: list[Any] = [job]
     dist.broadcast_object_list(objects, src=0)
@@ -333,7 +333,7 @@ def _write(folder: Path, vectors: FloatArray, stamps: Sequence[Stamp | None]) ->
 
 
 def _load(file: Path) -> tuple[list[bytes], FloatArray]:
-    """Return the images of a chunk and their vectors; raises ValueError for a damaged one."""
+    """Return the keys and vectors of a chunk; raise ValueError if it is damaged."""
     if read_file_info(file).sha256 != file.stem:
         raise ValueError(f"{file} is damaged")
     table = metadata.read(file)

@@ -1,4 +1,4 @@
-"""`Prediction`: the class of an image by the vote of its nearest neighbors."""
+"""`Prediction`: the class of an image by a majority vote of its nearest neighbors."""
 
 from collections import Counter
 from collections.abc import Iterable

@@ -16,7 +16,7 @@ from proximetry.models.constants import Similarity
 from proximetry.models.preprocessing import ImageSource
 from proximetry.search.prediction import Prediction, vote
 
-REMOVED = "(removed meanwhile)"  # instead of the path of an image on Milvus
+REMOVED = "(removed)"  # instead of the path of an image on Milvus
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -24,14 +24,27 @@ class SearchResult:
     """The k nearest images of every query, nearest first.
 
     Attributes:
-        ids: of the images, [queries, k]; −1 if there are fewer than k.
-        similarities: the cosine or the negative Euclidean distance to the query, computed from
-            the stored vectors with every index; −inf for an id of −1.
+        ids: ids of the images, [queries, k]; −1 if there are fewer than k.
+        similarities: cosine or negative Euclidean distance to the query, computed from the stored
+            vectors whatever the index; −inf for an id of −1.
         similarity: "cosine" or "euclidean".
         columns: the names of the metadata columns; see `column`.
-        scores: with query expansion or re-ranking, the values that images are ordered by: the
-            similarities to the expanded query, or the negative k-reciprocal distances.
+        scores: with query expansion or re-ranking, the values that order the images: similarities
+            to the expanded query, or negative k-reciprocal distances. Otherwise None.
         queries: the images of the queries; None for those that are vectors.
+
+    Examples:
+        >>> import numpy as np
+        >>> from proximetry import Embedder, Gallery
+        >>> embedder = Embedder.create("vectors", None, weights="none", input_dim=2)
+        >>> gallery = Gallery.build(
+        ...     embedder, ["a.jpg", "b.jpg"], "gallery", labels=["jay", "crow"], vectors=np.eye(2)
+        ... )
+        >>> result = gallery.search(np.array([0.6, 0.8]), k=2)
+        >>> result.ids[0], result.similarities[0]
+        (array([1, 0]), array([0.8, 0.6], dtype=float32))
+        >>> result.labels[0].tolist()
+        ['crow', 'jay']
     """
 
     ids: IntArray
@@ -70,7 +83,7 @@ class SearchResult:
 
     @property
     def predictions(self) -> list[Prediction]:
-        """The class of every query by a vote of its results."""
+        """The class of every query by a majority vote of its results."""
         return [vote(labels) for labels in self.labels]
 
     def show(self) -> Image.Image:

@@ -1,4 +1,4 @@
-"""`Segment`: rows that were written together; writing and checking the files of a gallery."""
+"""`Segment`: rows that were written together; write and check the files of a gallery."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MAX_ENTRY = 1e15  # the squares of larger entries of vectors would overflow flo
 
 
 def prepare_vectors(vectors: FloatArray, manifest: Manifest) -> FloatArray:
-    """Return vectors as they are stored and searched for: unit length for cosines."""
+    """Prepare vectors for storing and searching: unit length if compared by cosine."""
     if manifest.similarity == "cosine":
         return normalize(torch.from_numpy(np.ascontiguousarray(vectors))).numpy()
     if len(vectors) and np.abs(vectors).max() > _MAX_ENTRY:
@@ -172,7 +172,7 @@ class Segment:
         """Open every file of a segment; raises FileNotFoundError for a missing one."""
         files = info.paths(folder)
         for kind, file_info in info.files.items():
-            # The ids are few bytes, on which everything else depends.
+            # The ids are small, and everything else depends on them.
             check_file(files[kind], file_info, digest=kind == "ids")
         table = metadata.read(files["rows"])
         if len(table) != info.rows:

@@ -28,10 +28,10 @@ from proximetry.search.segment import (
 )
 
 MAX_SCAN_ENTRIES = 1 << 24
-"""Rows × dimensions up to which the rows that a filter allows are scanned: 10 ms per query."""
+"""Maximum rows × dimensions for scanning the rows that a filter allows: 10 ms per query."""
 SCAN_FACTOR = 64
-"""Scan if (allowed rows)² < SCAN_FACTOR × k × rows; an index is not faster there."""
-MAX_MERGED_ROWS = 65_536  # of small segments: they are written in a second
+"""Scan if (allowed rows)² < SCAN_FACTOR × k × rows, where an index is not faster."""
+MAX_MERGED_ROWS = 65_536  # of small segments: written in a second
 _MIN_FILTERED_K = 10  # of a search in an index, to estimate the allowed share near a query
 _MAX_GATHERED = 0.5  # share of a segment up to which allowed rows are gathered, else masked
 
@@ -53,7 +53,7 @@ class Snapshot:
         self.deleted: IntArray = np.empty(0, np.int64)
         if manifest.deleted:
             file = folder / manifest.deleted.name
-            check_file(file, manifest.deleted.file)  # else removed images could return
+            check_file(file, manifest.deleted.file)  # else removed images could reappear
             self.deleted = open_array(file, (manifest.deleted.count,), np.int64).copy()
         if (np.diff(self._ids[:-1], prepend=-1, append=manifest.next_id) <= 0).any():
             raise DamagedGalleryError(folder, "ids are not in ascending order")
@@ -78,7 +78,7 @@ class Snapshot:
                     raise DamagedGalleryError(folder, f"{error.filename} is missing") from None
 
     def check_tables(self) -> None:
-        """Compare the metadata files, which changes depend on, with their checksums."""
+        """Verify the checksums of the metadata files, which changes depend on."""
         for info in self.manifest.segments:
             check_file(info.paths(self.folder)["rows"], info.files["rows"])
 
@@ -176,7 +176,7 @@ class Snapshot:
         return zip(*self.take(positions, ["path", *metadata.STAMP]).values(), strict=True)
 
     def search(self, queries: FloatArray, k: int, allowed: Any) -> Hits:
-        """Return the k nearest of the allowed rows, with an index or by an exact scan."""
+        """Return the k nearest of the allowed rows, by an index or an exact scan."""
         k = min(k, self.max_k)
         scanned: list[Part] = []
         hits: list[Hits] = []
@@ -202,8 +202,8 @@ class Snapshot:
     ) -> Hits:
         """Return the k nearest of the allowed rows among the candidates of an index.
 
-        All allowed rows are scanned for a query with less than half of its share of allowed
-        candidates: the index would return too few.
+        If an index returns less than half the expected number of allowed candidates for a query,
+        all allowed rows are scanned instead.
         """
         count = int(np.count_nonzero(mask))
         share, n = count / len(mask), k if count == len(mask) else max(k, _MIN_FILTERED_K)

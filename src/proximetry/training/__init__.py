@@ -1,4 +1,4 @@
-"""Training: recipes, the loop, checkpoints, several processes.
+"""Training: recipes, the training loop, checkpoints, distributed runs.
 
 recipe = Recipe.load("glyphs")
 results = train(recipe, "runs/first")
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-# With torch and timm these take seconds to import; recipes alone do not.
+# These import torch and timm, which takes seconds; recipes alone do not.
 __getattr__ = lazy_exports(
     __name__,
     {

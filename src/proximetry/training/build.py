@@ -72,16 +72,16 @@ class RunContext:
 def build(
     recipe: Recipe, folder: RunFolder, context: RunContext, *, open_cache: bool = True
 ) -> Run:
-    """Build all parts of a run, which also validates the recipe; write nothing to the folder.
+    """Build all parts of a run and validate the recipe; write nothing to the folder.
 
-    Recipes are resolved in this order: `RunFolder.resolve` has replaced ``auto`` by the values of a
-    saved run; `fit_crop_size` returns a copy for the data, which read no ``auto`` key; `choose`
-    replaces the other ``auto`` values, and the run keeps its result.
-    With ``open_cache=False`` no image is decoded and `batches` is unusable.
+    `RunFolder.resolve` has already replaced ``auto`` by the values of a saved run. The data gets a
+    copy of the recipe from `fit_crop_size` and reads no ``auto`` key; `choose` replaces the other
+    ``auto`` values for the run. With ``open_cache=False`` no image is decoded and `batches` cannot
+    be called.
     """
     clock, world, report = Stopwatch(), context.world, context.display.message
     check_tracker(recipe)
-    # `true` raises if the graph cannot be recorded; "auto" reports it and continues without.
+    # `true` raises if the graph cannot be recorded; "auto" reports it and runs without.
     on_graph_failure = None if recipe.training.cuda_graph is True else report
     embedder, data = make_data(recipe, context)
     images = len(data.rows["train"])
@@ -143,7 +143,7 @@ def build(
 
 
 def make_data(recipe: Recipe, context: RunContext) -> tuple[Embedder, TrainingData]:
-    """Make the embedder and its training data, whose cache is not open yet."""
+    """Make the embedder and its training data, without opening the cache."""
     world, display, components = context.world, context.display, context.components
     source = components.data
     for argument, key, name in (
@@ -195,10 +195,10 @@ def make_embedder(
     report: Report = lambda line: None,
     input_dim: int | None = None,
 ) -> Embedder:
-    """Make the network of a recipe.
+    """Make the embedder of a recipe.
 
-    Transformers pool their tokens and ignore `model.pooling`. Networks for vectors have no pooling
-    and take vectors of ``input_dim`` dimensions.
+    Transformers pool their tokens and ignore `model.pooling`. Backbones for vectors need
+    ``input_dim`` and have no pooling.
     """
     options: dict[str, Any] = config.model_dump(exclude=_TRAINING_KEYS) | {"similarity": similarity}
     if config.backbone in VECTOR_BACKBONES:
@@ -219,7 +219,7 @@ def make_embedder(
 
 
 def _apply_training_keys(embedder: Embedder, config: ModelConfig, report: Report) -> None:
-    """Freeze batch norm, add LoRA and stochastic depth as set in the recipe."""
+    """Freeze batch norm, and add LoRA and stochastic depth, as in the recipe."""
     if config.freeze_batchnorm:
         freeze_batchnorm(embedder)
     if config.lora_rank and not embedder.is_custom:  # `check_network` rejects custom networks
@@ -231,7 +231,7 @@ def _apply_training_keys(embedder: Embedder, config: ModelConfig, report: Report
 
 
 def check_network(recipe: Recipe, embedder: Embedder) -> None:
-    """Reject keys of the recipe that the network does not support, before images are decoded."""
+    """Reject keys that the network does not support, before images are decoded."""
     if recipe.model.lora_rank is not None and embedder.is_custom:
         raise RecipeError("model.lora_rank needs a timm network, not a custom one")
     if recipe.model.freeze_backbone and not embedder.parameter_parts()["head"]:
@@ -249,9 +249,9 @@ def check_network(recipe: Recipe, embedder: Embedder) -> None:
 
 
 def fit_crop_size(recipe: Recipe, embedder: Embedder, report: Report = lambda line: None) -> Recipe:
-    """Return the recipe for the data: no `data.crop_size` if the network takes images of one size.
+    """Return the recipe for the data, without `data.crop_size` if the network takes one size only.
 
-    The recipe of the run keeps it, so that the same recipe resumes the run.
+    The recipe of the run keeps the key, so that the same recipe resumes the run.
     """
     side, size = recipe.data.crop_size, embedder.preprocessing.crop if embedder.takes_images else ()
     flattened = embedder.architecture.pooling == "flatten"

@@ -2,7 +2,7 @@
 
 A file has the tensors of each module, everything else as JSON in its header, and a checksum of all
 its bytes. It can be loaded on any number of processes. Sharded proxies and their optimizer state
-are in more such files, one for each process, with the classes start … stop − 1 of their headers.
+are in separate files, one per process; their headers give the classes, start … stop − 1.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def save_state(run: Run) -> None:
 
 
 def link_checkpoints(run: Run) -> None:
-    """Hard-link the last checkpoint as ``best`` and as a kept epoch, if it is one of these."""
+    """Hard-link the last checkpoint as ``best`` and as a kept epoch, where these apply."""
     folder, state = run.folder, run.state
     if not run.world.is_main or state.batch or not state.epoch:
         return
@@ -85,8 +85,8 @@ def link_checkpoints(run: Run) -> None:
 def _save_shards(run: Run) -> list[str]:
     """Write the sharded proxies of this rank and their optimizer state to a file.
 
-    Return the names of the files of all ranks. They are not changed later, since several
-    checkpoints may refer to them.
+    Return the file names of all ranks. Several checkpoints may refer to a file, so it never
+    changes.
     """
     proxies = run.updater.objective.proxies
     if not isinstance(proxies, ShardedProxies):
@@ -138,25 +138,27 @@ def restore_best(run: Run) -> None:
         _check_same(path, run, values)
         epoch, batch = values["state"]["epoch"], values["state"]["batch"]
         if (epoch, batch) != (best, 0):
-            raise CheckpointError(path, f"is not of the selected epoch {best}, but of {epoch}")
+            raise CheckpointError(
+                path, f"is from epoch {epoch}, not from the selected epoch {best}"
+            )
 
     load_checkpoint(path, run.modules(), check=check)
 
 
 def _check_same(path: Path, run: Run, values: dict[str, Any]) -> None:
-    """Reject a checkpoint of another recipe or other images."""
+    """Reject a checkpoint of a different recipe or different images."""
     changed = differences(
         Recipe.load(values["recipe"]).computation_keys(), run.recipe.computation_keys()
     )
     if changed:
-        raise CheckpointError(path, f"is of a run with another recipe: {', '.join(changed)}")
+        raise CheckpointError(path, f"has a different recipe: {', '.join(changed)}")
     check_same_images(run.folder.path, values["images"], run.data.fingerprint)
 
 
 def check_same_images(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Reject images that are not those of the run in a folder; list the differences.
+    """Reject images that differ from those of the run in a folder, and list the differences.
 
-    Files that were moved or renamed are the same if their contents are.
+    Moved or renamed files are the same if their contents are.
     """
     files = "paths" if None in (before["contents"], now["contents"]) else "contents"
     if all(before[key] == now[key] for key in ("rows", files)):
@@ -169,10 +171,10 @@ def check_same_images(folder: Path, before: Mapping[str, Any], now: Mapping[str,
     ]
     if not changes:
         same_rows = before["rows"] == now["rows"]
-        changes = ["other image files" if same_rows else "other classes or splits of images"]
+        changes = ["different image files" if same_rows else "different classes or splits"]
     raise RunError(
-        f"the run in {folder} was started with other images: {join_first(changes)}. Restore them, "
-        "choose another folder, or start over with --fresh."
+        f"the run in {folder} was started with different images: {join_first(changes)}. Restore "
+        "them, choose another folder, or start over with --fresh."
     )
 
 
@@ -181,7 +183,7 @@ def save_checkpoint(
 ) -> None:
     """Write modules, optimizer and the plain values of the state to a file.
 
-    Sharded proxies and their optimizer state are in files of their own.
+    Sharded proxies and their optimizer state are in separate files.
     """
     saved = optimizer.state_dict()
     parts = {part: module.state_dict() for part, module in modules.items()}
@@ -207,8 +209,8 @@ def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> No
 
 def _sharded_proxies(modules: dict[str, nn.Module]) -> ShardedProxies | None:
     """Return the sharded proxies among the modules."""
-    found = (m for module in modules.values() for m in module.modules())
-    return next((module for module in found if isinstance(module, ShardedProxies)), None)
+    layers = (layer for module in modules.values() for layer in module.modules())
+    return next((layer for layer in layers if isinstance(layer, ShardedProxies)), None)
 
 
 def _sharded_tensors(proxies: ShardedProxies, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -248,7 +250,7 @@ def _load_shards(
 ) -> dict[str, Tensor]:
     """Return the sharded tensors of the classes of this rank, by their keys in a checkpoint.
 
-    The number of ranks that wrote the shards may be another one.
+    Any number of ranks may have written the shards.
     """
     proxies = _sharded_proxies(modules)
     if proxies is None:
@@ -262,7 +264,7 @@ def _load_shards(
         if first >= end:
             continue
         if first != last:
-            raise CheckpointError(path, f"does not begin at class {last}")
+            raise CheckpointError(path, f"does not start at class {last}")
         for name, tensor in load(read_header(path)[1]).items():
             parts.setdefault(name, []).append(tensor[first - start : end - start])
         last = end

@@ -23,7 +23,7 @@ from proximetry.training.sources.torch_dataset import TorchDatasets, torch_datas
 
 @dataclass(frozen=True)
 class Components:
-    """Custom data, embedder and loss; None for those of the recipe."""
+    """Custom data, embedder and loss; None for the recipe's."""
 
     data: Catalog | TorchDatasets | None = None
     embedder: Embedder | None = None
@@ -54,7 +54,7 @@ def custom_components(
 
 
 def _describe_embedder(recipe: Recipe, embedder: Any) -> dict[str, Any]:
-    """Return the keys of a recipe that describe an embedder."""
+    """Return recipe keys that describe an embedder."""
     if not isinstance(embedder, Embedder):
         hint = ". Use Embedder.wrap." if isinstance(embedder, nn.Module) else ""
         raise UsageError(f"embedder must be an Embedder, got {format_value(embedder)}{hint}")
@@ -80,7 +80,7 @@ def _describe_embedder(recipe: Recipe, embedder: Any) -> dict[str, Any]:
 
 
 def load_loss(config: LossConfig, num_classes: int, dim: int) -> nn.Module | None:
-    """Return the loss ``module:Class`` of a recipe; None for a loss of the package.
+    """Return the loss ``module:Class`` of a recipe; None for a built-in loss.
 
     The module may be in the working folder.
     """
@@ -95,8 +95,8 @@ def load_loss(config: LossConfig, num_classes: int, dim: int) -> nn.Module | Non
             if not issubclass(loss, nn.Module):  # a recipe cannot call anything else
                 raise TypeError(f"{name} is not a torch.nn.Module")
             sizes = {"num_classes": num_classes, "dim": dim}
-            taken = inspect.signature(loss).parameters
-            sizes = {key: size for key, size in sizes.items() if key in taken}
+            parameters = inspect.signature(loss).parameters
+            sizes = {key: size for key, size in sizes.items() if key in parameters}
             loss = loss(**sizes | config.settings)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise RecipeError(f"loss.name {config.name}: {error}") from error
@@ -104,7 +104,7 @@ def load_loss(config: LossConfig, num_classes: int, dim: int) -> nn.Module | Non
 
 
 class _Function(nn.Module):
-    """The module of a loss that is a function."""
+    """A loss function as a module."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def _as_module(loss: Any) -> nn.Module:
 
 
 def _settings(loss: nn.Module) -> dict[str, Any]:
-    """Return the numbers and strings of its constructor that are attributes of the same name."""
+    """Return the constructor arguments that are also attributes, if they are plain values."""
     names = inspect.signature(type(loss)).parameters
     values: dict[str, Any] = {name: getattr(loss, name, None) for name in names}
     # Numbers that a recipe can hold; not NaN.

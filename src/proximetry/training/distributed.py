@@ -1,9 +1,9 @@
 """Training on one or several processes.
 
-Every rank computes the loss of the whole batch from the gathered embeddings, so value and
-gradients do not depend on the number of ranks. Proxies are replicated; their gradients are equal on
-every rank and still averaged, so that rounding errors cannot accumulate. Sharded proxies
-(``loss.sharded``) and their optimizer state differ by rank.
+Every rank computes the loss of the whole batch from the gathered embeddings, so value and gradients
+do not depend on the number of ranks. Proxies are replicated; their gradients are equal on all ranks
+but averaged anyway, so that rounding errors cannot accumulate. Sharded proxies (``loss.sharded``)
+and their optimizer state differ by rank.
 """
 
 import gc
@@ -31,7 +31,7 @@ from proximetry.training.errors import RankError, RunError
 T = TypeVar("T")
 
 RANK_TIMEOUT = "PROXIMETRY_RANK_TIMEOUT"
-"""Environment variable: seconds that a rank waits for another one, at the start and later."""
+"""Environment variable: timeout in seconds for waiting for another rank."""
 DEFAULT_TIMEOUT = 1800
 
 
@@ -78,7 +78,7 @@ class World:
         return result
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank, on every rank."""
+        """Return on every rank whether the flag is set on any of them."""
         if self.size == 1:
             return flag
         combined = torch.tensor(int(flag), device=self.device)
@@ -94,7 +94,7 @@ class World:
 
 
 def join_processes(device: str | None = None, *, float64: bool = True) -> World:
-    """Join the processes that torchrun started, if it did; arguments as in `resolve_device`."""
+    """Join the process group of torchrun, if it started us; arguments as in `resolve_device`."""
     single = "RANK" not in os.environ or "WORLD_SIZE" not in os.environ
     local_device = resolve_device(device, float64=float64 or not single)
     if local_device.type == "cuda" and local_device.index is None:
@@ -173,7 +173,7 @@ def preserve_torch_state(world: World, out: str | Path) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the message of a torch error without its source line and its advice."""
+    """Return the message of a torch error without its source line and advice."""
     return str(error).split("] ", 1)[-1].split("\n")[0].split(". ")[0].rstrip(".")
 
 
@@ -214,7 +214,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
 
 
 def device_facts(world: World) -> DeviceInfo:
-    """Describe the device of a run; of several processes, the weakest device."""
+    """Describe the device of a run; with several processes, the weakest one."""
     if world.device.type == "cuda":
         facts = DeviceInfo(
             torch.cuda.get_device_name(world.device),

@@ -56,7 +56,7 @@ class _Notes(Display):
 
 
 class _DecodingResult(NamedTuple):
-    """The number of decoded images, paths and errors of bad ones, and remarks on duplicates."""
+    """The number of decoded images, paths and errors of bad ones, and notes on duplicates."""
 
     number: int = 0
     bad: Bad = ()
@@ -72,9 +72,9 @@ def dry_run(
     resume: bool = True,
     display: Display | None = None,
 ) -> dict[str, Any]:
-    """Validate a run as `train` does, and return its expected time and memory.
+    """Validate a run as `train` does, and estimate its time and memory.
 
-    Raises what the run would raise. Images are decoded, `MAX_DECODED` at most.
+    Decodes at most `MAX_DECODED` images, and raises the errors that the run would raise.
     """
     world = join_processes(device)
     notes = _Notes(display if display is not None and world.is_main else Display())
@@ -100,7 +100,7 @@ def dry_run(
 
 
 def _estimate(run: Run, notes: _Notes, state: str, epochs: int) -> dict[str, Any]:
-    """Return the expected costs of the epochs that are left."""
+    """Return the estimated costs of the remaining epochs."""
     embedder, data, images = run.updater.embedder, run.data, len(run.data.catalog)
     recipe, storage = fit_crop_size(run.recipe, embedder), data.storage
     if storage is None or recipe.data.cache == "none":
@@ -159,7 +159,7 @@ def _estimate(run: Run, notes: _Notes, state: str, epochs: int) -> dict[str, Any
 
 
 def _decode(run: Run, display: Display) -> _DecodingResult:
-    """Decode images as the run will, without storing them; raise what it would raise."""
+    """Decode images as the run will, without storing them; raise the same errors."""
     catalog, preprocessing = run.data.catalog, run.updater.embedder.preprocessing
     rows = np.linspace(0, len(catalog) - 1, min(len(catalog), MAX_DECODED)).astype(int).tolist()
     display.message(f"checking {pluralize(len(rows), 'image')}…")
@@ -179,7 +179,7 @@ def _decode(run: Run, display: Display) -> _DecodingResult:
 
 
 def _images_evaluated(run: Run, epochs: int) -> int:
-    """Return the number of images in all evaluations of these epochs, first and last included."""
+    """Return the number of images in all evaluations, including the first and the last."""
     recipe, rows = run.recipe, run.data.rows
     fitted = recipe.model.pca_dim is not None or recipe.model.bits is not None
     fit_images = len(rows["train"]) if fitted else 0

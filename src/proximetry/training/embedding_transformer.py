@@ -1,4 +1,4 @@
-"""`EmbeddingTransformer`: an embedder in the style of scikit-learn."""
+"""`EmbeddingTransformer`: an embedder as a scikit-learn transformer."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,15 +19,21 @@ base = import_optional("sklearn.base", None, "EmbeddingTransformer")
 
 
 class EmbeddingTransformer(base.TransformerMixin, base.BaseEstimator):  # type: ignore[misc,name-defined]
-    """Train an embedder on vectors or image files (`fit`), and embed others (`transform`).
+    """Scikit-learn transformer that trains an embedder on vectors or image files.
 
-    It can be cloned, searched with GridSearchCV and used in a Pipeline. ``embedder_`` is the
-    trained `Embedder`.
+    Works with `clone`, `Pipeline` and `GridSearchCV`. ``embedder_`` is the trained `Embedder`.
 
     Args:
         recipe: a shipped recipe's name or a YAML file; for images, such as default-cpu.
         overrides: keys of the recipe, such as {"model.dim": 64}.
         device: cpu, cuda or cuda:1; None selects CUDA if there is a GPU.
+
+    Examples:
+        >>> X = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
+        >>> y = np.arange(40) % 4
+        >>> overrides = {"model.dim": 2, "training.epochs": 1, "data.batch_size": 20}
+        >>> EmbeddingTransformer(overrides=overrides, device="cpu").fit(X, y).transform(X).shape
+        (40, 2)
     """
 
     def __init__(
@@ -39,7 +45,7 @@ class EmbeddingTransformer(base.TransformerMixin, base.BaseEstimator):  # type: 
         self.recipe, self.overrides, self.device = recipe, overrides, device
 
     def fit(self, X: Any, y: Sequence[Any]) -> Self:
-        """Train on vectors [N, dim] or paths of images, with their labels."""
+        """Train on vectors [N, dim] or image paths, with their labels."""
         recipe = Recipe.load(self.recipe, self.overrides)
         if isinstance(X[0], str | Path):
             paths, labels = tuple(map(str, X)), tuple(map(str, y))

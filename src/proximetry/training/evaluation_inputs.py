@@ -1,4 +1,4 @@
-"""Queries and gallery of a catalog: which rows have these roles, and whether they suffice."""
+"""Queries and gallery of a catalog, and whether they can be evaluated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def choose_split(catalog: Catalog, split: str | None, source: str) -> tuple[Cata
 
 
 def drop_unused_roles(catalog: Catalog) -> Catalog:
-    """Drop roles without effect: every image has both, or none has any."""
+    """Drop roles that have no effect, since all images have both or none has any."""
     if catalog.queries is None or catalog.galleries is None:
         return catalog
     roles = np.concatenate(_roles(catalog))
@@ -56,7 +56,7 @@ def evaluation_arguments(
     """Return the arguments of `metrics.evaluate` for the embeddings of a catalog.
 
     All images against all, or the queries against the gallery. Row numbers exclude self-matches;
-    a catalog that is one process's share of a larger one needs ``rows``, its numbers there.
+    for one process's share of a larger catalog, pass its row numbers there as ``rows``.
     """
     labels = np.asarray(catalog.labels)  # names: codes would differ between processes
     if catalog.queries is None:

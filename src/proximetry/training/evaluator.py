@@ -47,12 +47,12 @@ from proximetry.training.sources.training_data import Rows, TrainingData
 from proximetry.training.updater import autocast
 
 Scores = dict[str, Any]
-"""Metrics by name. ``dims`` has those of the first d dimensions, by d as text; ``codes`` those of
-trained binary codes by Hamming distance; ``with_distractors``, for held-out classes, the metric
-that selects the epoch with training images as distractors."""
+"""Metrics by name. ``dims``: those of the first d dimensions, by d as text; ``codes``: those of
+trained binary codes by Hamming distance; ``with_distractors``: for held-out classes, the metric
+that selects the epoch, with training images as distractors."""
 CODES = "codes"
 QueryScores = dict[int | str, Evaluation]
-"""Scores of every query: with all dimensions first, with the first d, by d, and of `CODES`."""
+"""Scores of every query: with all dimensions first, then with the first d by d, and `CODES`."""
 
 MAX_DISTRACTORS = 10_000
 """Maximum number of training images in the gallery of the held-out classes."""
@@ -70,7 +70,7 @@ def score_queries(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> QueryScores:
-    """Score every query with all dimensions of the embeddings, with the first d, and by codes.
+    """Score every query with all dimensions of the embeddings, the first d, and binary codes.
 
     Each process of a ``group`` passes its share of the catalog and the numbers of its ``rows``.
     """
@@ -114,16 +114,22 @@ def evaluate_embedder(
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> Scores:
-    """Evaluate an embedder on the images of a catalog as its training run did.
+    """Evaluate an embedder on a catalog as its training run did.
 
     Args:
         embedder: with its similarity and preprocessing.
         catalog: the images; with queries and a gallery, or all against all.
         metrics: the metrics to compute.
         eval_dims: also evaluate the first d dimensions, for each d.
-        batch_size: images per forward pass; None uses that of the recipe the embedder was
-            trained with, which gives the same numbers to the last digit.
+        batch_size: images per forward pass; None uses that of the training recipe, which gives
+            bit-identical metrics.
         progress: called with (done, total) while images are embedded and neighbors searched.
+
+    Examples:
+        >>> catalog = VectorCatalog.from_arrays(np.eye(4), ["a", "a", "b", "b"])
+        >>> embedder = Embedder.create("vectors", None, weights="none", input_dim=4)
+        >>> evaluate_embedder(embedder, catalog, metrics=Metrics(recall_at=(2,)))["recall@2"]
+        0.5
     """
     metrics = metrics or Metrics()
     check_comparison(catalog, metrics)
@@ -141,7 +147,7 @@ def evaluate_embedder(
 
 
 def leakage_warnings(embedder: Embedder, catalog: Catalog) -> list[str]:
-    """Warn about classes the embedder was trained on, and about duplicate images."""
+    """Return warnings about classes that the embedder was trained on, and duplicate images."""
     warnings = [] if isinstance(catalog, VectorCatalog) else describe_duplicates(catalog)
     if trained := sorted({*(embedder.class_names or ())} & {*catalog.class_names}):
         warnings.insert(
@@ -153,7 +159,7 @@ def leakage_warnings(embedder: Embedder, catalog: Catalog) -> list[str]:
 
 
 def saved_evaluation(embedder: Embedder | None) -> EvaluationConfig:
-    """Return the evaluation keys of the recipe of a saved embedder; else the defaults."""
+    """Return the evaluation keys of a saved embedder's recipe; else the defaults."""
     saved = {} if embedder is None else (embedder.recipe or {}).get("evaluation", {})
     try:
         return EvaluationConfig.model_validate(saved)
@@ -192,7 +198,7 @@ def encode_readable(
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Tensor, Catalog, list[str]]:
-    """Embed the readable images; return also their catalog, and the errors of the others."""
+    """Embed the readable images; also return their catalog, and the errors of the others."""
     bad: dict[int, Exception] = {}
     vectors = encode_catalog(embedder, catalog, batch_size, progress, bad.__setitem__)
     if len(bad) == len(catalog):
@@ -221,7 +227,7 @@ def check_input(embedder: Embedder, catalog: Catalog) -> None:
 
 
 class SplitScores(NamedTuple):
-    """Scores by split, and the embedder that has them, with its PCA folded into the head."""
+    """Scores by split, and their embedder, with PCA folded into the head."""
 
     scores: dict[str, Scores]
     embedder: Embedder
@@ -231,7 +237,7 @@ class SplitScores(NamedTuple):
 class Evaluator:
     """Evaluates a run's embedder on its held-out classes and its test set.
 
-    Embeddings are those that the saved embedder gives for the image files.
+    The embeddings equal those of the saved embedder for the image files.
 
     Attributes:
         recipe: the recipe of the run.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from proximetry.training.run import Run
 
 SATURATED = 0.9995
-"""From this value on, a selection metric no longer distinguishes epochs."""
+"""At or above this value, a selection metric no longer distinguishes epochs."""
 
 
 def evaluate_untrained(run: Run) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _evaluate(run: Run, split_scores: SplitScores | None = None) -> SplitScores:
 
 
 def _notes(run: Run, results: dict[str, Any]) -> list[str]:
-    """Note a saturated selection metric, and splits without improvement over untrained."""
+    """Return notes on a saturated selection metric, and splits that training did not improve."""
     untrained_scores, selected_scores = results.get("untrained", {}), results["selected"]
     metric, notes = run.recipe.evaluation.select_by, []
     selection, best = run.selection(), run.state.best_value

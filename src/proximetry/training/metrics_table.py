@@ -1,4 +1,4 @@
-"""Metrics of a run as tables and sentences."""
+"""Metrics of a run as tables and text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -14,11 +14,11 @@ def metric_title(name: str) -> str:
 
 
 WITH_DISTRACTORS = "with training distractors"
-"""Added to a metric of held-out images whose gallery has training images, too."""
+"""Suffix of a metric of held-out images whose gallery includes training images."""
 
 
 def selection_title(split: str, metric: str) -> str:
-    """Return the metric of a split that selects the epoch, in words."""
+    """Return the title of the metric that selects the epoch on a split."""
     distractors = split == "held_out" and metric not in ONE_SET
     return f"{split.replace('_', '-')} {metric_title(metric)}{f' {WITH_DISTRACTORS}' * distractors}"
 
@@ -39,7 +39,7 @@ def describe_protocol(results: Mapping[str, Any], select_by: str) -> str:
 
 
 def compared_epochs(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what a run's tables compare: the untrained, the last and the selected embedder."""
+    """Return the embedders that a run's tables compare: untrained, last epoch, selected epoch."""
     epochs = {"untrained": results["untrained"]} if "untrained" in results else {}
     last, selected = results["last"], results["selected"]
     if results["protocol"] == "last" or last["epoch"] != selected["epoch"]:
@@ -68,7 +68,7 @@ def metrics_table(
 ) -> str:
     """Format metrics in percent, one line per row: the given columns, or all.
 
-    Columns beyond a width of 80 follow in a block below, without rows that have none of them.
+    Columns beyond a width of 80 continue in a block below, without rows that have none of them.
     """
     lines: list[tuple[str, Mapping[str, Any]]] = []
     for name, scores in rows.items():

@@ -1,4 +1,4 @@
-"""`make_plan`: the recipe and the run folder for a folder of images; imports no torch at first."""
+"""`make_plan`: the recipe and the run folder for a folder of images; imports torch lazily."""
 
 import itertools
 import os
@@ -47,7 +47,7 @@ def make_plan(
     for key, _ in recipe_keys() if sign else ():
         if word.replace("-", "_") in (key, key.rpartition(".")[2]):
             option = f"--{key.replace('_', '-')}"
-            raise RecipeError(f"not a folder for the run: {out}. Write {option} {value}")
+            raise RecipeError(f"not a run folder: {out}. Write {option} {value}.")
     name, reason, lines = "", "", list[str]()
     if _names_recipe(source, recipe_name):
         recipe_name = source
@@ -59,7 +59,7 @@ def make_plan(
         recipe_name = recipe_name or (VECTORS_RECIPE if dataset == "vectors" else None)
     defaults: tuple[str, ...] = ()
     if recipe_name is None:
-        from proximetry._util.machine import resolve_device  # torch: wrong paths come before
+        from proximetry._util.machine import resolve_device  # torch; after checking paths
 
         recipe_name, defaults = GPU_RECIPE, (GPU_RECIPE, CPU_RECIPE)
         if resolve_device(device).type != "cuda":
@@ -93,7 +93,7 @@ def make_plan(
 
 
 def _names_recipe(source: str, recipe_name: str | None) -> bool:
-    """Return whether the first word is a recipe, which names its images."""
+    """Return whether the first argument is a recipe, which names its images."""
     path = Path(source).expanduser()
     is_file = path.suffix in (".yaml", ".yml") and path.is_file()
     is_shipped = source in shipped_recipes() and recipe_name is None
@@ -108,7 +108,7 @@ def _names_recipe(source: str, recipe_name: str | None) -> bool:
 
 
 def _find_images(source: str, changes: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return the dataset and root of the first word, --data.dataset and --data.root."""
+    """Return dataset and root from the first argument, --data.dataset and --data.root."""
     data = merge({}, changes).get("data") or {}  # an empty section of a YAML file is None
     if not isinstance(data, Mapping):
         raise RecipeError(f"data must be a section of keys, got {format_value(data)}")

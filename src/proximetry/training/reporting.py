@@ -148,14 +148,14 @@ def describe_epoch(line: Mapping[str, Any]) -> str:
 
 
 def _rate(images_per_second: float | None) -> str:
-    """Return images per second, "" if there are none to the precision shown."""
+    """Return images per second, "" if they round to 0.0."""
     if images_per_second is None or images_per_second < 0.05:
         return ""
     return f"  {images_per_second:7.1f} img/s"
 
 
 def _scores(scores: Mapping[str, Any]) -> str:
-    """Return the smallest recall@k and MAP@R, or the first metric; and what selects the epoch."""
+    """Return the smallest recall@k and MAP@R, or the first metric; and the selection metric."""
     recall = [key for key in scores if key.startswith("recall@")][:1]
     names = [*recall, *(key for key in scores if key == "map@r")] or [next(iter(scores))]
     short = {name: metric_title(name).replace("recall@", "R@") for name in names}

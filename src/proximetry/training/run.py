@@ -26,18 +26,18 @@ from proximetry.training.sources.training_data import TrainingData
 from proximetry.training.updater import Updater
 
 FOLLOW_PARENT = "PROXIMETRY_FOLLOW_PARENT"
-"""Environment variable: the id of a parent process; the run stops when that process has ended."""
+"""Environment variable: id of the parent process; the run stops when that process exits."""
 RESUME_HINT = "The same command (without --fresh) resumes it."
 Phase = Literal["startup", "training", "evaluation", "other"]
 
 
 class Stopped(Exception):  # noqa: N818
-    """A run was stopped and saved; the message is how to resume it."""
+    """A run was stopped and saved; the message explains how to resume it."""
 
 
 @dataclass
 class StopRequests(AbstractContextManager[Any]):
-    """Within the context, turns the first SIGINT and SIGTERM into a request to stop the run."""
+    """Context that turns the first SIGINT or SIGTERM into a request to stop the run."""
 
     requested: bool = False
     _message: str | None = None
@@ -54,7 +54,7 @@ class StopRequests(AbstractContextManager[Any]):
             signal.signal(number, handler)
 
     def __call__(self) -> bool:
-        """Return whether a signal arrived or the parent process has ended."""
+        """Return whether a signal arrived or the parent process exited."""
         return self.requested or os.environ.get(FOLLOW_PARENT) not in (None, str(os.getppid()))
 
     def _handle(self, number: int, frame: object) -> None:
@@ -76,10 +76,10 @@ class StopRequests(AbstractContextManager[Any]):
 
 
 class Stopwatch:
-    """Seconds by phase. Every moment belongs to one phase; `enter` begins the next.
+    """Seconds by phase, one phase at a time; `enter` begins the next.
 
-    Startup is loading data and weights, and the first step of a network, which compiles kernels
-    and records CUDA graphs.
+    Startup includes loading data and weights, and the first step of a network, which compiles
+    kernels and records CUDA graphs.
     """
 
     def __init__(self) -> None:
@@ -114,8 +114,8 @@ class TrainState:
         best_epoch: the selected epoch so far.
         best_value: its selection metric.
         stale: evaluations since the last improvement.
-        finished: `TrainingConfig.duration` when a limit or a callback ended the run, if one did.
-        lines: the lines of metrics.jsonl, which a resumed run writes again.
+        finished: `TrainingConfig.duration` at the time a limit or a callback ended the run, if any.
+        lines: the lines of metrics.jsonl, which a resumed run rewrites.
     """
 
     loss_sum: Tensor
@@ -148,7 +148,7 @@ class TrainState:
     def observe(self, value: float) -> bool:
         """Record the selection metric of an epoch; return whether it is the best so far.
 
-        Of equal epochs the last one is selected, as it was trained for longer; it does not count as
+        In a tie the later epoch is selected, since it was trained for longer; it does not count as
         an improvement for the patience of the schedule and of early stopping.
         """
         improved = self.best_value is None or value > self.best_value
@@ -202,7 +202,7 @@ class Run:
         return state.finished == t.duration() or t.is_over(state.epoch, state.stale)
 
     def reached_limit(self) -> str:
-        """Return which of training.max_steps and max_time ends the run now, "" for neither."""
+        """Return which limit ends the run now, training.max_steps or max_time; "" for neither."""
         t, step = self.recipe.training, self.state.step
         if t.max_steps is not None and step >= t.max_steps:
             return f"stopped after step {step}: training.max_steps {t.max_steps}"
@@ -284,7 +284,7 @@ class Run:
             self.folder.log(line)
 
     def stoppable(self, when: str) -> AbstractContextManager[None]:
-        """Let a stop request interrupt an evaluation, unless there are several ranks."""
+        """Return a context in which a stop request interrupts an evaluation, with one rank only."""
         if self.world.size > 1:
             return nullcontext()
         message = f"stopped {when} of the run in {self.folder.path}. {RESUME_HINT}"

@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
 LOCK = "run.lock"
 LOCK_SECONDS = 20.0
-"""How long a run waits for the lock of its folder."""
+"""Seconds that a run waits for the lock of its folder."""
 FIRST_STAGE = "first-stage"
 """The folder of the first of the two runs of ``training.two_stages``."""
 
-# What a run writes; `remove` deletes nothing else, in this order. After an interrupted removal the
-# run can be resumed or, once recipe.yaml is gone, the folder holds no run.
+# Files of a run; `remove` deletes only these, in this order. After an interrupted removal the run
+# can be resumed or, once recipe.yaml is gone, the folder contains no run.
 _FILES = (
     "results.json",
     "metrics.jsonl",
@@ -78,7 +78,7 @@ _REMEDY = "Choose another folder, or start over with --fresh."
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run in a folder: the plain values of its last checkpoint, the results if complete."""
+    """A run in a folder: the plain values of its last checkpoint, and the results if complete."""
 
     path: Path
     recipe: Recipe
@@ -97,7 +97,7 @@ class SavedRun:
         before, now, problem = self.recipe.training, recipe.training, ""
         extended = (before.epochs, before.max_steps) != (now.epochs, now.max_steps)
         if changed:
-            problem = f"was started with another recipe: {', '.join(changed)}"
+            problem = f"was started with a different recipe: {', '.join(changed)}"
         elif self.path.name == FIRST_STAGE and (extended or before.stop_after != now.stop_after):
             problem = "has two stages and cannot be extended"
         elif not extended:
@@ -118,7 +118,7 @@ class SavedRun:
             raise RunError(f"the run in {self.path} {problem}. {_REMEDY}")
 
     def is_complete(self, recipe: Recipe) -> bool:
-        """Return whether the results are those at the end of this recipe."""
+        """Return whether the run is complete for this recipe."""
         if self.results is None:
             return False
         try:
@@ -133,7 +133,7 @@ class SavedRun:
         return bool(state["epoch"] == epochs and over)
 
     def was_finished(self, recipe: Recipe) -> bool:
-        """Return whether a limit or a callback ended the run, for the duration of this recipe."""
+        """Return whether a limit or a callback ended the run, with the limits of this recipe."""
         state = self.checkpoint["state"] if self.checkpoint is not None else {}
         return bool(state.get("finished") == recipe.training.duration())
 
@@ -185,7 +185,7 @@ class RunFolder:
             atomic_write(self.metrics, content)
 
     def _remove_partial_files(self) -> None:
-        """Remove the partial files of a killed process."""
+        """Remove the partial files of killed processes."""
         for path in [*self.path.glob(".*"), *self.path.glob("*/.*")]:
             file = str(path.relative_to(self.path).parent / final_name(path))
             if any(fnmatch(file, name) for name in _FILES):
@@ -194,7 +194,7 @@ class RunFolder:
     def resolve(self, recipe: Recipe, resume: bool = True) -> tuple[Recipe, SavedRun | None]:
         """Validate folder and recipe; return the recipe to train and the saved run to resume.
 
-        A value that is ``auto`` in the recipe becomes that of the saved run.
+        Values that are ``auto`` in the recipe are taken from the saved run.
         """
         self.check_folder()
         saved = self.inspect() if resume else None
@@ -256,7 +256,7 @@ class RunFolder:
         return recipe if every != AUTO and logged >= every else None
 
     def holds_run(self) -> bool:
-        """Return whether the folder contains the recipe of a run, not just a file of that name."""
+        """Return whether the folder contains a run, not just a file named recipe.yaml."""
         return self.recipe.exists() and (self.environment.exists() or self.lock.exists())
 
     def acquire(self, report: Callable[[str], None] = lambda line: None) -> bool:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def drop_epochs(schedule: ScheduleConfig, epochs: int) -> list[int]:
-    """Return the epochs after which the rates drop, if they are known before the run."""
+    """Return the epochs after which the rates drop, if known before the run."""
     if schedule.name == "step":
         return list(range(schedule.every, epochs, schedule.every))
     return list(schedule.at) if schedule.name == "milestones" else []

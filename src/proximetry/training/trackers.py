@@ -16,17 +16,17 @@ from proximetry.recipe.schema import Recipe
 if TYPE_CHECKING:
     from proximetry.training.run import Run
 
-_MAX_PARAMS = 100  # that MLflow takes in one request
+_MAX_PARAMS = 100  # per request to MLflow
 
 
 class Tracker(Protocol):
     """Logs the epochs of a run; opened on rank 0."""
 
     def log(self, values: dict[str, float], epoch: int, step: int) -> None:
-        """Log the metrics of an epoch, unless it was logged before the run was resumed."""
+        """Log the metrics of an epoch, unless they were logged before the run was resumed."""
 
     def close(self, error: type[BaseException] | None) -> None:
-        """Close the tracker of a run that is complete, stopped or failed."""
+        """Close the tracker of a complete, stopped or failed run."""
 
 
 class TensorBoard:
@@ -53,7 +53,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run at Weights & Biases, by the id of the run folder."""
+    """A run at Weights & Biases, with the id of the run folder."""
 
     def __init__(self, run: Run) -> None:
         self.run = import_optional("wandb", None, "Weights & Biases").init(
@@ -66,7 +66,7 @@ class WeightsAndBiases:
         )
 
     def log(self, values: dict[str, float], epoch: int, step: int) -> None:
-        """Log the metrics of an epoch by its last step."""
+        """Log the metrics of an epoch at its last step."""
         if step >= self.run.starting_step:
             self.run.log(values, step=step)
 
@@ -139,12 +139,12 @@ def _project(run: Run) -> str:
 
 
 def _run_id(run: Run) -> str:
-    """Return the id in the folder of the run, which a resumed run keeps."""
+    """Return the id of the run folder, which a resumed run keeps."""
     return str(read_json(run.folder.environment, 10**6).get("id"))
 
 
 class RunTracker(AbstractContextManager[Any]):
-    """The tracker of the recipe, if any, as a callback on rank 0; leaving the context closes it."""
+    """The tracker of the recipe, if any, as a callback and a context that closes it."""
 
     _tracker: Tracker | None = None
 

@@ -50,9 +50,9 @@ def train(
     """Train a recipe, write everything to the folder ``out``, return the results.
 
     An interrupted run resumes from its last checkpoint; a complete one returns its results
-    immediately. Under torchrun every process calls this in the same way; when one of them is lost,
-    the others raise a `RankError`. All input is validated before the folder is written to, and
-    torch's global state is restored at the end. Do not train in several threads at a time.
+    immediately. Under torchrun every process calls this with the same arguments; if one is lost,
+    the others raise a `RankError`. All input is validated before anything is written, and torch's
+    global state is restored at the end. Not thread-safe: train in one thread at a time.
 
     Args:
         recipe: the recipe, from `Recipe.load`.
@@ -62,14 +62,29 @@ def train(
             preprocessed like files, or a float tensor, passed to the network unchanged; or a
             mapping of such datasets by "train", "val" and "test".
         embedder: replaces the recipe's model: any `Embedder`, also of a custom network
-            (`Embedder.wrap`). It is copied; the trained one is in ``out``.
+            (`Embedder.wrap`). A copy is trained and saved in ``out``.
         loss: replaces the recipe's loss: a callable ``loss(embeddings, labels)`` that returns a
             scalar. Labels are 0…C−1 in the order of the names of the training classes. Its
-            parameters have the learning rate of proxies. It is copied.
+            parameters have the learning rate of proxies. A copy is trained.
         device: cpu, cuda or cuda:1; None selects CUDA if there is a GPU.
-        resume: whether to resume a run in the folder; else it is removed.
+        resume: resume a run in the folder; False removes it.
         display: shows progress.
         callbacks: called during the run; see `Callback`.
+
+    Returns:
+        The contents of results.json: metrics by split for the selected and the last epoch.
+
+    Examples:
+        >>> import numpy as np
+        >>> from tempfile import TemporaryDirectory
+        >>> from proximetry.data import VectorCatalog
+        >>> vectors = np.random.default_rng(0).normal(size=(40, 8))
+        >>> data = VectorCatalog.from_arrays(vectors, np.arange(40) % 4)
+        >>> overrides = {"model.dim": 2, "training.epochs": 1, "data.batch_size": 20}
+        >>> with TemporaryDirectory() as out:
+        ...     results = train(Recipe.load("vectors", overrides), out, data=data, device="cpu")
+        >>> results["epochs"], results["protocol"]
+        (1, 'last')
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe must be a Recipe (see Recipe.load), got {type(recipe).__name__}")
@@ -165,7 +180,7 @@ def fit(run: Run) -> dict[str, Any]:
 
 
 def train_epoch(run: Run) -> dict[str, Any]:
-    """Train the rest of an epoch; return its line of metrics.jsonl without the evaluation."""
+    """Train the rest of an epoch; return its line of metrics.jsonl, without metrics."""
     state, updater, clock = run.state, run.updater, run.clock
     checkpoint_steps = run.recipe.training.checkpoint_steps
     updater.embedder.train()
@@ -218,7 +233,7 @@ def train_epoch(run: Run) -> dict[str, Any]:
 def _complete_results(
     saved: SavedRun, recipe: Recipe, context: RunContext
 ) -> dict[str, Any] | None:
-    """Return the results of a complete run; raise if it was trained on other images."""
+    """Return the results of a complete run; raise if it was trained on different images."""
     if saved.results is None or not saved.is_complete(recipe):
         return None
     catalog, message = context.components.data, context.display.message
@@ -236,7 +251,7 @@ def _complete_results(
 
 
 def check_rows(saved: SavedRun, recipe: Recipe, catalog: Catalog) -> None:
-    """Reject a catalog with other rows than those of the saved run."""
+    """Reject a catalog whose rows differ from those of the saved run."""
     if recipe.data.bad_images == "skip" or saved.checkpoint is None:
         return  # images to skip are unknown before they are read
     before, now = saved.checkpoint["images"], fingerprint(catalog)

@@ -1,4 +1,4 @@
-"""`Updater`: one update of the weights, to minimize the `Objective` over all processes."""
+"""`Updater`: update the weights to minimize the `Objective` over all processes."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from proximetry.training.sources.training_data import derive_seed
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """Run the network in the precision of a recipe."""
+    """Return an autocast context for the precision of a recipe."""
     enabled = precision != "float32"
     dtype = getattr(torch, precision) if enabled else None
     # The cache of cast weights would outlive a CUDA graph that was recorded with it.
@@ -168,9 +168,9 @@ class Updater:
         self.freeze_backbone(recipe.schedule.freeze_backbone_epochs > 0)  # as in the first epoch
 
     def freeze_backbone(self, frozen: bool) -> bool:
-        """Freeze or train the backbone; return whether it changed (the next step is then slow)."""
+        """Freeze or unfreeze the backbone; return whether it changed, which slows the next step."""
         parts = self.embedder.parameter_parts()
-        # With precomputed features it is always frozen, without a head never.
+        # Always frozen with precomputed features, never without a head.
         frozen = (frozen and bool(parts["head"])) or self.stage == "features"
         if frozen == self._frozen:
             return False
@@ -192,7 +192,7 @@ class Updater:
         return True
 
     def __call__(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
-        """Make one update; return the loss of the whole batch over all processes."""
+        """Run one training step; return the loss of the whole batch over all processes."""
         o, loss = self.recipe.optimizer, self.backward(pixels, labels, step)
         if o.clip_value is not None:
             nn.utils.clip_grad_value_([*self._trained, *self.objective.parameters()], o.clip_value)
@@ -213,10 +213,10 @@ class Updater:
     def backward(self, pixels: Tensor, labels: Tensor, step: int) -> Tensor:
         """Compute the gradients and return the loss.
 
-        With `accumulate` the batch runs through the network in chunks, twice: once for the
-        embeddings, from which loss and gradient of the whole batch follow, and once for the
-        gradients of the weights (gradient caching). The result is that of the whole batch, in the
-        memory of a chunk.
+        With `accumulate` the batch runs through the network in chunks, twice: first for the
+        embeddings, to compute loss and gradient of the whole batch, then for the gradients of the
+        weights (gradient caching). The result equals that of the whole batch, in the memory of a
+        chunk.
         """
         # Every step has its own seed, so a resumed run draws the same random numbers.
         torch.manual_seed(derive_seed(self.recipe.training.seed, step, self.world.rank))
@@ -244,7 +244,7 @@ class Updater:
 
     def _loss(self, embeddings: Tensor, labels: Tensor, step: int) -> Tensor:
         if self.world.size > 1:
-            # All ranks compute the same loss, also one that draws random numbers.
+            # All ranks compute the same loss, even if it draws random numbers.
             torch.manual_seed(derive_seed(self.recipe.training.seed, step))
         if self._gathers:
             embeddings = gather_with_gradient(embeddings)

@@ -1,4 +1,4 @@
-"""The search page of a gallery, and its HTTP interface. Names are imported at first use."""
+"""The search page of a gallery and its HTTP API. Names are imported on first use."""
 
 from typing import TYPE_CHECKING
 

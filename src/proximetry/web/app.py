@@ -46,7 +46,7 @@ _DESCRIPTION = f"""Searches a gallery of images by their embeddings.
 
 Errors are JSON, `{{"detail": MESSAGE}}`. A server with a token requires the header
 `Authorization: Bearer TOKEN`. A busy server answers 503; try again after `Retry-After` seconds.
-An upload may have {MAX_BYTES // 10**6} MB and {MAX_PIXELS // 10**6} million pixels."""
+An upload may have up to {MAX_BYTES // 10**6} MB and {MAX_PIXELS // 10**6} million pixels."""
 
 Scalar = str | int | float | bool | None
 
@@ -61,9 +61,9 @@ class Item(BaseModel):
     """An image of the gallery."""
 
     id: int = Field(description="Never reused.")
-    label: Scalar = Field(description="Its class, if any.")
-    file: str = Field(description="Its path, relative to the common folder.")
-    image: str = Field(description="URL of its thumbnail, relative to the server.")
+    label: Scalar = Field(description="The class, if any.")
+    file: str = Field(description="Path relative to the common folder of all images.")
+    image: str = Field(description="URL of the thumbnail, relative to the server.")
     details: dict[str, Scalar] = Field(description="Other metadata, by column.")
 
 
@@ -75,9 +75,9 @@ class Match(Item):
 
 
 class PredictedClass(BaseModel):
-    """The class that most results have; ties go to the nearer image."""
+    """The most frequent class of the results; ties go to the nearer image."""
 
-    label: Scalar = Field(description="None if no result has a class.")
+    label: Scalar = Field(description="Null if no result has a class.")
     votes: int = Field(description="Number of results of this class.")
     neighbors: int = Field(description="Number of results that have a class.")
 
@@ -87,7 +87,7 @@ class Matches(BaseModel):
 
     similarity: Literal["cosine", "euclidean"]
     images: int = Field(description="Number of images in the gallery.")
-    query: Item | None = Field(description="The image of the gallery that is the query.")
+    query: Item | None = Field(description="The query, if it is an image of the gallery.")
     prediction: PredictedClass
     results: list[Match]
 
@@ -96,7 +96,7 @@ class QueryForm(BaseModel):
     """A query: an image, or the id of one in the gallery."""
 
     id: int | None = Field(
-        None, ge=0, le=_MAX_ID, description="An image of the gallery; it is not among the results."
+        None, ge=0, le=_MAX_ID, description="An image of the gallery, excluded from the results."
     )
 
     @classmethod
@@ -135,7 +135,7 @@ class Map(BaseModel):
     """Images as points in the unit square; similar images are near each other."""
 
     state: Literal["ready", "computing"]
-    seconds: float | None = Field(default=None, description="Computing time so far.")
+    seconds: float | None = Field(default=None, description="Computing time until now.")
     images: int = Field(description="Number of images in the gallery.")
     outdated: bool = Field(default=False, description="Whether a newer map is being computed.")
     ids: list[int] = Field(
@@ -169,7 +169,7 @@ class GalleryInfo(BaseModel):
     suggested: list[int] = Field(description="Ids of some images for the start page.")
     backbone: str
     image_size: list[int]
-    metrics: dict[str, Any] | None = Field(description="Of the embedder's training run.")
+    metrics: dict[str, Any] | None = Field(description="Metrics of the embedder's training run.")
     explains: bool = Field(description="Whether `/explain` supports the embedder.")
     limits: dict[str, int] = Field(description="The largest upload, in bytes and in pixels.")
 
@@ -261,7 +261,7 @@ class Service:
         )
 
     def map(self) -> tuple[int, bytes]:
-        """Return status and content of the map, serialized once per version."""
+        """Return the HTTP status and the map as JSON, serialized once per version."""
         summary = self.gallery.summary()
         gallery = summary.gallery
         current = self.maps.get(gallery)
@@ -293,7 +293,7 @@ _is_explainable = lru_cache(maxsize=1)(is_explainable)
 
 
 def make_app(path: Path) -> FastAPI:
-    """Open a gallery and return its application; wrap it in an `AccessMiddleware`."""
+    """Open a gallery and return its application, to be wrapped in an `AccessMiddleware`."""
     service = Service(path)
 
     @asynccontextmanager
@@ -352,7 +352,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return error_response(500, "internal error; see the log of the server")
+        return error_response(500, "internal error; see the server's log")
 
 
 def _add_search(app: FastAPI, service: Service) -> None:
@@ -363,7 +363,7 @@ def _add_search(app: FastAPI, service: Service) -> None:
         responses={**_NOT_FOUND, **_UPLOAD},
     )
     async def search(request: Request, response: Response) -> Matches:
-        # FastAPI would take as long to parse the form as the whole search takes.
+        # Parsed here, because FastAPI takes as long to parse a form as the search itself.
         form = await request.form(max_files=1, max_fields=200)
         try:
             query, image = _parse_form(form, SearchForm), form.get("image")
@@ -376,8 +376,8 @@ def _add_search(app: FastAPI, service: Service) -> None:
                 raise UsageError("pass an image, or the id of one in the gallery")
         finally:
             await form.close()
-        spent = {"wait": answer.wait, "model": answer.model, "search": answer.search}
-        timing = ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in spent.items())
+        times = {"wait": answer.wait, "model": answer.model, "search": answer.search}
+        timing = ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in times.items())
         response.headers["Server-Timing"] = timing
         results = answer.results
         if query.threshold is not None:
@@ -449,7 +449,7 @@ def _add_items(app: FastAPI, service: Service) -> None:
         response_class=Response,
         responses={
             200: {"content": {"image/jpeg": {}, "image/png": {}}},
-            304: {"description": "The client has this version"},
+            304: {"description": "Not modified"},
             **_NOT_FOUND,
             **_GONE,
         },

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from proximetry._util.files import atomic_path, cache_folder, name_write_errors
 
-if TYPE_CHECKING:  # the child imports nothing but what t-SNE needs
+if TYPE_CHECKING:  # the child process imports only what t-SNE needs
     from proximetry.search import Gallery
 
 log = logging.getLogger("proximetry.web")
@@ -54,26 +54,26 @@ class MapMaker:
         self.started = 0.0
 
     def get(self, gallery: "Gallery") -> GalleryMap | None:
-        """Return the map of a gallery; until it is ready, that of an earlier version or None.
+        """Return the map of a gallery; until it is ready, the map of an earlier version or None.
 
         Raises:
-            MapError: it failed less than a minute ago.
+            MapError: if computing it failed less than a minute ago.
         """
         version = gallery.version
         with self._lock:
             if self._process is not None and not self._process.is_alive():
                 if self._process.exitcode:  # the process has printed a traceback
-                    log.warning("the map failed, exit code %s", self._process.exitcode)
+                    log.warning("computing the map failed, exit code %s", self._process.exitcode)
                     self._failed[self._version] = time.monotonic()
                 self._process = None
-            if gallery.embedder is not self._embedder:  # rebuilt: ids are of other images
+            if gallery.embedder is not self._embedder:  # rebuilt: ids belong to other images
                 self._embedder, self._map = gallery.embedder, None
             if self._map is None or self._map.version != version:
                 self._map = read_map(version) or self._map
             ready = self._map is not None and self._map.version == version
             if not ready and self._process is None:
                 if time.monotonic() - self._failed.get(version, -math.inf) < _RETRY_SECONDS:
-                    raise MapError("the map failed; see the log of the server")
+                    raise MapError("computing the map failed; see the server's log")
                 self._start(gallery)
             return self._map
 

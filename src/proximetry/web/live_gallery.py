@@ -1,4 +1,4 @@
-"""`LiveGallery`: the current version of a gallery, without names of folders."""
+"""`LiveGallery`: the current version of a gallery, with relative paths only."""
 
 import hashlib
 import io
@@ -94,7 +94,7 @@ class LiveGallery:
             return summary
 
     def item(self, gallery: Gallery, item: int) -> dict[str, Any]:
-        """Return the metadata of an image; raises HTTPException for an unknown id."""
+        """Return the metadata of an image; raise HTTPException for an unknown id."""
         return self.records([item], _row(gallery, item, gallery.columns))[0]
 
     def path_of(self, gallery: Gallery, item: int) -> str:
@@ -121,13 +121,13 @@ class LiveGallery:
         return records
 
     def image(self, item: int, size: int, etag: str | None) -> tuple[str, EncodedImage | None]:
-        """Return the ETag of an image and its thumbnail, None if the client has this ETag.
+        """Return the ETag of an image and its thumbnail; None if the client has this ETag.
 
         The ETag depends on the file, not on the id: every gallery has an image 0.
 
         Raises:
-            HTTPException: unknown id.
-            ImageError: the file is missing or not an image.
+            HTTPException: if the id is unknown.
+            ImageError: if the file is missing or not an image.
         """
         path = self.path_of(self.current(), item)
         try:
@@ -156,7 +156,7 @@ def _build_id(path: Path) -> tuple[str, tuple[int, ...]]:
 
 
 def _encode(path: str, size: int, state: tuple[int, ...] = ()) -> EncodedImage:
-    """Decode and encode an image, so that only its pixels are sent."""
+    """Re-encode an image, so that only its pixels are sent."""
     image = thumbnail(path, size)
     buffer = io.BytesIO()
     kind = "PNG" if max(image.size) <= _MAX_PNG_SIDE else "JPEG"

@@ -18,7 +18,7 @@ from proximetry._util.formatting import format_value, readable_size
 
 MAX_BYTES = 20_000_000  # of a request
 MAX_REQUESTS, MAX_SEARCHES, MAX_TOTAL_BYTES = 256, 128, 400_000_000
-"""Limits of all concurrent and waiting requests; others are answered 503."""
+"""Limits of all concurrent and waiting requests; others get 503."""
 _SECONDS = 30.0  # to send a request
 _TOKEN = re.compile("[A-Za-z0-9._~-]{16,200}")
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -49,7 +49,7 @@ _HEADERS = {
 def check_token(token: str) -> str:
     """Raise UsageError for a token that is short or not valid in a URL."""
     if not _TOKEN.fullmatch(token):
-        raise UsageError("the token must have 16 to 200 letters, digits and . _ ~ -")
+        raise UsageError("the token must have 16 to 200 characters: letters, digits and . _ ~ -")
     return token
 
 
@@ -62,13 +62,13 @@ def error_response(status: int, detail: str, headers: Mapping[str, str] | None =
 class AccessMiddleware:
     """Passes allowed requests to an application, and limits their number and size.
 
-    Without a token it accepts the host names of the loopback only. Otherwise a web site could
-    resolve its own name to this server and read the gallery in a visitor's browser (DNS rebinding).
+    Without a token, only loopback host names are accepted. Otherwise a web site could resolve its
+    own name to this server and read the gallery in a visitor's browser (DNS rebinding).
 
     Args:
         app: the application.
-        token: required of every request, as a bearer token or as the cookie of the page.
-        hosts: host names to accept besides those of the loopback.
+        token: required in every request, as a bearer token or as the cookie of the page.
+        hosts: host names to accept besides the loopback names.
     """
 
     def __init__(self, app: ASGIApp, token: str | None = None, hosts: Iterable[str] = ()) -> None:
@@ -103,7 +103,7 @@ class AccessMiddleware:
             await response(scope, receive, send_with_headers)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """Reject a request that is not allowed, and redirect one with the token in its URL."""
+        """Reject a request that is not allowed; redirect one with the token in its URL."""
         host = headers.get("host", "")
         name = re.sub(r":\d*$", "", host).lower()
         if self._token is None and name not in self._hosts:
@@ -189,7 +189,7 @@ def _limit(receive: Receive) -> Receive:
         count += len(message.get("body", b""))
         complete = not message.get("more_body", False)
         if count > MAX_BYTES:
-            raise _too_large({"Connection": "close"})  # it may be endless
+            raise _too_large({"Connection": "close"})  # the body may be endless
         return message
 
     return limited
@@ -201,7 +201,7 @@ def _too_large(headers: dict[str, str] | None = None) -> HTTPException:
 
 
 def _same_origin(headers: Headers) -> bool:
-    """Return whether a request comes from a page of this server, or not from a page.
+    """Return whether a request comes from a page of this server or from no page.
 
     Browsers send Sec-Fetch-Site to HTTPS and loopback addresses only, but Origin to all.
     """

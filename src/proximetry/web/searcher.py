@@ -1,7 +1,7 @@
-"""`Searcher`: searches of many clients in batches.
+"""`Searcher`: batched searches of many clients.
 
 A search reads every vector once, whatever the number of queries, so fifty queries take hardly
-longer than one. A batch has all queries that arrived while the previous one was computed.
+longer than one. A batch contains all queries that arrived while the previous one was computed.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class _Job(NamedTuple):
 
     future: Future[Answer]
     start: float
-    embedder: Embedder | None  # the one that the pixels are prepared for
+    embedder: Embedder | None  # the embedder that the pixels are prepared for
     pixels: Tensor | None  # uint8 [3, H, W]
     item: Any  # an id
     k: int  # number of results
@@ -65,7 +65,7 @@ class Searcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread after the waiting queries."""
+        """Stop the thread after answering the waiting queries."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -81,7 +81,7 @@ class Searcher:
         embedder.embed(torch.zeros(1, 3, height, width, dtype=torch.uint8, device=embedder.device))
 
     async def search_image(self, read: Callable[[], bytes], k: int, where: Conditions) -> Answer:
-        """Search for the images nearest to an upload; raises ImageError and HTTPException."""
+        """Search for the images nearest to an upload; raise ImageError or HTTPException."""
 
         def decode() -> tuple[Embedder, Tensor]:
             embedder = self._gallery.current().embedder
@@ -93,7 +93,7 @@ class Searcher:
         return await self._submit(embedder, pixels, None, k, where)
 
     async def search_item(self, item: int, k: int, where: Conditions) -> Answer:
-        """Search for the images nearest to one of the gallery, which is excluded."""
+        """Search for the images nearest to an image of the gallery, which is excluded."""
         return await self._submit(None, None, item, k, where)
 
     async def _submit(self, *query: Any) -> Answer:
@@ -144,7 +144,7 @@ class Searcher:
         groups: dict[tuple[int, Conditions], list[int]] = defaultdict(list)
         for number in vectors:
             job = jobs[number]
-            # One more, as an image of the gallery is its nearest neighbor.
+            # One more, since an image of the gallery is its own nearest neighbor.
             groups[job.k + (job.item is not None), job.where].append(number)
         for (k, where), members in groups.items():
             try:
@@ -171,7 +171,7 @@ class Searcher:
 
     def _lists(self, result: SearchResult, jobs: list[_Job]) -> Iterator[list[dict[str, Any]]]:
         """Yield the results of each query, without the query itself."""
-        # As lists, because iterating over arrays takes longer than the search.
+        # Lists, because iterating over arrays takes longer than the search.
         columns = {name: result.column(name).tolist() for name in result.columns}
         rows = zip(jobs, result.ids.tolist(), result.similarities.tolist(), strict=True)
         for row, (job, ids, similarities) in enumerate(rows):

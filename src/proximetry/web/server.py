@@ -23,7 +23,7 @@ from proximetry._util.imports import import_optional
 from proximetry.search.manifest import is_milvus, read_manifest
 from proximetry.web.middleware import AccessMiddleware, check_token
 
-TOKEN = "PROXIMETRY_TOKEN"  # environment variable; `ps` shows options to other users
+TOKEN = "PROXIMETRY_TOKEN"  # an environment variable, since `ps` shows options to other users
 SECONDS = 30.0  # to send the headers of a request, and to read a response
 MAX_HEAD_BYTES, MAX_PIPELINED = 64_000, 8
 """Limits per connection: bytes besides bodies, and waiting requests."""
@@ -42,18 +42,18 @@ def serve(
     """Serve the search page of a gallery until Ctrl-C.
 
     Args:
-        gallery: its folder.
-        host: a name or address of this machine. All but the loopback require a token.
+        gallery: folder of the gallery.
+        host: name or address to listen on; all but loopback addresses require a token.
         port: 0 chooses a free one.
         token: access token; default: $PROXIMETRY_TOKEN.
         report: called with messages.
     """
     if is_milvus(gallery):
         raise UsageError(
-            f"{gallery} is on Milvus, and the page supports galleries in folders. Use proximetry "
-            f"search IMAGE --gallery {gallery} --model RUN."
+            f"the search page does not support Milvus: {gallery}. Use proximetry search IMAGE "
+            f"--gallery {gallery} --model RUN."
         )
-    read_manifest(Path(gallery))  # reports a wrong name before torch is imported
+    read_manifest(Path(gallery))  # reports a missing gallery before torch is imported
     for package in ("uvicorn", "python_multipart", "fastapi", "httptools"):
         import_optional(package, "web", "The search page")
     from PIL import Image
@@ -71,7 +71,7 @@ def serve(
     ip = ipaddress.ip_address(str(address[0]).partition("%")[0])
     if not ip.is_loopback and token is None:
         raise UsageError(
-            f"{host} is reachable from other machines and requires a token. Pass --token, or set "
+            f"a token is required, since other machines can reach {host}. Pass --token, or set "
             f"{TOKEN}, for example to {secrets.token_urlsafe(24)}"
         )
     with _listen(family, address, host) as listening:
@@ -84,10 +84,10 @@ def serve(
             url += f"?token={token}"
         elif token:
             url += "?token=TOKEN"
-            note = "The token is printed to terminals only.\n"
+            note = "The token is printed on terminals only.\n"
         images = pluralize(len(app.state.service.gallery.current()), "image")
-        report(f"{gallery}: {images}. The page is at\n\n  {url}\n\n{note}Press Ctrl-C to stop.")
-        # open_image limits sizes, and clients must not fill the log.
+        report(f"{gallery}: {images}. Serving at\n\n  {url}\n\n{note}Press Ctrl-C to stop.")
+        # open_image limits sizes, and clients must not flood the log.
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
         config = uvicorn.Config(
@@ -100,7 +100,7 @@ def serve(
             limit_concurrency=_MAX_CONNECTIONS,
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         )
-        # The event loop does not wait for threads that compute.
+        # Keep the event loop responsive while other threads compute.
         sys.setswitchinterval(_SWITCH_INTERVAL)
         with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listening])

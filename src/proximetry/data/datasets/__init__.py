@@ -1,6 +1,6 @@
 """The datasets, each read from the folder it is usually unpacked to.
 
-Importing this imports neither torch, NumPy, pyarrow nor Pillow, so datasets are listed quickly.
+This module imports none of torch, NumPy, pyarrow and Pillow, so datasets are listed quickly.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class PartSize(NamedTuple):
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """Metadata of a dataset, as `datasets.toml` lists them.
+    """Metadata of a dataset, from `datasets.toml`.
 
     Attributes:
         name: for `open_dataset`.
         reader: module and function that returns the catalog of a folder.
         title: its full name.
-        layout: what its folder holds.
-        about: what it shows.
+        layout: contents of its folder.
+        about: subject of the images.
         files: lists of files, each of which identifies its folder.
-        folders: names of its folder inside another one.
+        folders: usual names of its folder.
         built_in: whether it needs no folder.
         train: published size of this part, as for `test`, `query` and `gallery`; None if unknown.
     """
@@ -78,7 +78,7 @@ class DatasetInfo:
         return f"{text} ({self.layout})"
 
     def find(self, root: Path) -> Path | None:
-        """Return `root` or the sub-folder of it that has the files of this dataset, if any has."""
+        """Return `root` or its sub-folder with the files of this dataset; None if there is none."""
         if not root.is_dir():
             raise ValueError(f"{root} is not a folder")
         for files in self.files:
@@ -96,18 +96,18 @@ DATASETS = {
 
 
 def list_datasets() -> dict[str, DatasetInfo]:
-    """Return the datasets of `open_dataset` by name; printed, an entry describes its folder."""
+    """Return the datasets of `open_dataset` by name; `str` of one describes its folder."""
     return dict(DATASETS)
 
 
 def resolve_source(
     source: str | os.PathLike[str], root: str | os.PathLike[str] | None = None
 ) -> tuple[str, Path | None]:
-    """Return the dataset and the root, for `open_dataset`, of a dataset's name or a path.
+    """Resolve a dataset's name or a path to the name and root for `open_dataset`.
 
     A path is a folder of class folders, of tar shards or of a public dataset as it is published, a
-    .csv, .parquet or .tar file, or a file of vectors. A name comes with a root unless the dataset
-    is built in.
+    .csv, .parquet or .tar file, or a file of vectors. A name needs a root unless the dataset is
+    built in.
     """
     name = os.fspath(source)
     path = Path(name).expanduser()
@@ -129,7 +129,7 @@ def resolve_source(
 
         return "vectors" if holds_vectors(path) else _SUFFIXES[path.suffix.lower()], path
     if path.exists():
-        unzip = ". Unzip it first" if path.suffix.lower() == ".zip" else ""
+        unzip = ". Unzip it first." if path.suffix.lower() == ".zip" else ""
         raise UsageError(f"{name} is neither a folder nor a {', '.join(_SUFFIXES)} file{unzip}")
     raise UsageError(not_found_message(name, DATASETS, "dataset"))
 
@@ -138,16 +138,16 @@ def not_found_message(source: str, names: Iterable[str], kind: str) -> str:
     """Return the error for a source that is neither a path nor one of the names."""
     path, siblings = Path(source).expanduser(), list[str]()
     if path.is_symlink():
-        return f"{source} is a link to {os.readlink(path)}, which does not exist"
+        return f"{source} is a broken link to {os.readlink(path)}"
     with suppress(OSError):
         siblings = os.listdir(path.parent)
     near = [] if path.suffix else get_close_matches(source, [*names], 1, 0.7)
     near += [str(path.with_name(name)) for name in get_close_matches(path.name, siblings, 1, 0.7)]
-    missing = f"there is no folder or file {format_value(source)}"
+    missing = f"no folder or file {format_value(source)}"
     if near:
         return f"{missing}, did you mean {near[0]!r}?"
     if path.suffix or os.sep in source:
-        where = ": searched" if path.parent.is_dir() else ", nor a folder"
+        where = " in" if path.parent.is_dir() else ", and no folder"
         return f"{missing}{where} {path.parent.absolute()}"
     return (
         f"{missing} and no {kind} of that name. Pass a folder of class folders, a table, a tar "
@@ -167,8 +167,8 @@ def open_dataset(
 ) -> Catalog:
     """Return the catalog of a public dataset in a folder, or of a table.
 
-    Numbers of images and classes are compared with the published ones. A difference, and what
-    is missing, is in the catalog's `notes` and `describe()`; with `strict` it is an error. The
+    Numbers of images and classes are compared with the published ones. Differences and missing
+    files are listed in the catalog's `notes` and `describe()`; with `strict` they are errors. The
     other arguments are for tables (see `Catalog.from_csv`), ``labels_from_name`` for folders (see
     `Catalog.from_folder`).
     """
@@ -176,7 +176,7 @@ def open_dataset(
         raise UsageError(f"unknown dataset {format_value(name)}{suggest(name, DATASETS)}")
     info = DATASETS[name]
     if root is None and not info.built_in:
-        raise UsageError(f"dataset {name!r} needs its folder: one with {info.layout}")
+        raise UsageError(f"dataset {name!r} needs its folder, with {info.layout}")
     options: dict[str, Any] = {}
     if name in TABLES:
         options = {"columns": columns, "allow_missing": allow_missing, "progress": progress}

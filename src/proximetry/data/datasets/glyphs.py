@@ -103,7 +103,7 @@ def font_characters(face: str) -> frozenset[str]:
 @cache
 def load_font(face: str, size: int) -> ImageFont.FreeTypeFont:
     """Return a face at a size in pixels."""
-    # The plain layout: the other one depends on which libraries the system has.
+    # The basic layout: the other one depends on system libraries.
     return ImageFont.truetype(_font_file(face), size, layout_engine=ImageFont.Layout.BASIC)
 
 
@@ -116,7 +116,7 @@ def _font_file(face: str) -> str:
 
 
 def _key(side: int, seed: int) -> str:
-    """Digest everything that the pixels depend on."""
+    """Return a digest of everything that the pixels depend on."""
     _font_file(FONTS[0])  # without matplotlib, the error names what to install
     pillow, fonts = metadata.version("pillow"), metadata.version("matplotlib")
     freetype = features.version("freetype2")

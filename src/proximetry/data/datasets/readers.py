@@ -215,7 +215,7 @@ def inshop(root: Path) -> Catalog:
 def faces(root: Path) -> Catalog:
     """Read <person>/<person>_0001.jpg, the layout of LFW; other names are noted.
 
-    `root` may also be the folder around it.
+    `root` may also be the parent folder.
     """
     catalog = Catalog.from_folder(people_folder(root))
     odd = [
@@ -228,7 +228,7 @@ def faces(root: Path) -> Catalog:
 
 
 def people_folder(root: Path) -> Path:
-    """Return the folder that holds one folder per person: this one, or the only one in it."""
+    """Return the folder with one sub-folder per person: `root`, or its only sub-folder."""
     if not root.is_dir():
         raise UsageError(f"{root} is not a folder; expected <person>/<person>_0001.jpg in it")
     folders = class_folders(root)
@@ -240,7 +240,7 @@ def people_folder(root: Path) -> Path:
 def lfw(root: Path) -> Catalog:
     """Read the people with at least three images; every second name is for test.
 
-    This is not a published split; those of LFW are of pairs.
+    This is not a published split; LFW publishes pairs.
     """
     catalog = faces(root)
     images = Counter(catalog.labels)
@@ -249,14 +249,14 @@ def lfw(root: Path) -> Catalog:
 
 
 def drop_missing(info: DatasetInfo, catalog: Catalog) -> Catalog:
-    """Exclude listed images that do not exist, and name them in a note."""
+    """Exclude listed images that do not exist, and list them in a note."""
     missing = catalog.missing_files()
     if not missing:
         return catalog
     if len(missing) == len(catalog):
         raise ValueError(
             f"{info.title}: none of the {len(catalog)} listed images exist below {catalog.root}; "
-            f"expected for instance {catalog.file(0)}"
+            f"expected, for example, {catalog.file(0)}"
         )
     existing = catalog.subset(sorted(set(range(len(catalog))) - set(missing)))
     names = join_first([catalog.paths[i] for i in missing])
@@ -272,7 +272,7 @@ def split_by_class(catalog: Catalog, train: set[str], note: str = "") -> Catalog
 
 
 def wrong_folder(info: DatasetInfo, root: Path, expected: str) -> ValueError:
-    """Return the error for a folder that holds something else."""
+    """Return the error for a folder with other contents."""
     names = join_first([p.name for p in sorted(root.iterdir())]) or "nothing"
     return ValueError(f"{info.title}: expected {expected} in {root}, found {names}")
 

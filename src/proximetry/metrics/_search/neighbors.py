@@ -27,7 +27,7 @@ _GROUP = 32  # columns whose maximum is computed before the largest are selected
 def search(
     problem: SearchProblem, depths: Tensor, *, with_ranks: bool, progress: Progress | None = None
 ) -> Iterator[Block]:
-    """Search ``depths[i]`` neighbors of every query by the faster method."""
+    """Find ``depths[i]`` neighbors of every query by the faster method."""
     if can_search_symmetric(problem, int(depths.max())):
         yield search_symmetric(problem, depths, with_ranks=with_ranks, progress=progress)
     else:
@@ -78,7 +78,7 @@ def _blocks(
 
 
 def _rows_within(budget: int, width: int, itemsize: int, depth: int) -> int:
-    # Each neighbor costs a value, an index and their copies while they are put in order.
+    # Each neighbor takes a value, an index and their copies for sorting.
     return max(1, min(MAX_ROWS, budget // (width * itemsize + depth * 32)))
 
 

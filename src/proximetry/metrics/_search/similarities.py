@@ -70,7 +70,7 @@ def fix_ties(
 ) -> None:
     """Undo rounding: clamp cosines to ±1 and give duplicates the same similarity.
 
-    ``duplicates`` are those of each dimension, as in ``SearchProblem.duplicates``.
+    ``duplicates`` has the ``SearchProblem.duplicates`` of each dimension.
     """
     if similarity == "cosine":
         values.clamp_(-1, 1)

@@ -239,7 +239,7 @@ def _merge(state: _State, positions: slice) -> None:
     # NumPy selects and sorts ten times as fast as torch.
     merged = torch.from_numpy(np.sort(merged.numpy(), axis=1))
     state.keys[positions] = merged[:, -state.keys.shape[1] :]
-    # Where a best positive has just been pushed out, all that came before it is in `merged`.
+    # If a best positive has just left its list, all nearer items are in `merged`.
     out = (state.best_is_out(positions) & ~was_out).nonzero()[:, 0]
     state.nearer[positions][out] = (merged[out] > state.best[positions][out, None]).sum(1)
 

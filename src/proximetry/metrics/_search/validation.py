@@ -20,7 +20,7 @@ from proximetry.metrics._search.similarities import ROWS
 
 Embeddings = Tensor | npt.NDArray[Any]
 
-# Names of other tools.
+# Names that other tools use.
 _SYNONYMS = {"l2": "euclidean", "ip": "dot", "inner_product": "dot", "angular": "cosine"}
 
 
@@ -51,8 +51,8 @@ def as_vectors(
         codes = _as_matrix(values, name, allow_empty)
         if codes.dtype != torch.uint8:
             raise ValueError(
-                f"{name} must be packed uint8 codes for the Hamming distance, got {codes.dtype}; "
-                "pack bits with numpy.packbits(bits, axis=1)"
+                f"{name} must be packed uint8 codes for the Hamming distance, got {codes.dtype}. "
+                "Pack bits with numpy.packbits(bits, axis=1)."
             )
         return codes
     vectors = as_embeddings(values, name, allow_empty=allow_empty)
@@ -62,7 +62,7 @@ def as_vectors(
         if longest > math.sqrt(limits.max) / 2 or 0 < longest < math.sqrt(limits.tiny / limits.eps):
             raise ValueError(
                 f"the vectors of {name} have lengths up to {longest:.3g}, whose squares overflow "
-                f"or underflow {vectors.dtype}; rescale them"
+                f"or underflow {vectors.dtype}. Rescale them."
             )
     return vectors
 
@@ -74,8 +74,8 @@ def as_embeddings(
     matrix = _as_matrix(values, name, allow_empty)
     if not matrix.is_floating_point():
         raise ValueError(
-            f"{name} must be floating point, got {matrix.dtype}; convert it first, or use "
-            'similarity="hamming" for packed uint8 codes'
+            f"{name} must be floating point, got {matrix.dtype}. Convert it, or use "
+            'similarity="hamming" for packed uint8 codes.'
         )
     if matrix.dtype != torch.float64:
         matrix = matrix.to(torch.float32)
@@ -86,7 +86,7 @@ def as_embeddings(
         if bad:
             raise ValueError(
                 f"{name} has NaN or infinite values in {len(bad)} of {len(matrix)} rows: "
-                f"{join_first(map(str, bad))}; remove or recompute these rows"
+                f"{join_first(map(str, bad))}. Remove or recompute these rows."
             )
     return matrix
 
@@ -171,7 +171,7 @@ def join_labels(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """Concatenate labels, which are all integers or all strings."""
     arrays = [array for array in arrays if len(array)] or arrays[:1]
     if len({array.dtype.kind for array in arrays}) > 1:
-        raise ValueError("some labels are integers and others are strings; use one kind for all")
+        raise ValueError("some labels are integers and others are strings. Use one type.")
     return np.concatenate(arrays)
 
 

@@ -127,7 +127,12 @@ def extra_backbones() -> dict[str, str]:
 
 
 def list_backbones(pattern: str = "") -> list[str]:
-    """Return the names for `Embedder.create`; `pattern` may have wildcards ("resnet*")."""
+    """Return the names for `Embedder.create`; `pattern` may have wildcards.
+
+    Examples:
+        >>> list_backbones("bn_*")
+        ['bn_inception']
+    """
     return load_timm().list_models(pattern)  # type: ignore[no-any-return]
 
 
@@ -235,8 +240,8 @@ class Features:
 def prepare(model: nn.Module, name: str, crop: tuple[int, int], pooling: str = "avg") -> Features:
     """Return the output of a backbone for a pooling, and drop unused layers.
 
-    These are layers after timm's own pooling (the last norm of ConvNeXt, the last convolution of
-    MobileNetV3). They have no gradients, which distributed training does not allow.
+    Unused layers are those after timm's own pooling (the last norm of ConvNeXt, the last
+    convolution of MobileNetV3). They get no gradients, which distributed training does not allow.
     """
     if pooling == "cls-avg" and any(
         getattr(model, part, None) is None for part in ("cls_token", "num_prefix_tokens", "fc_norm")
@@ -298,14 +303,14 @@ def _probe(model: Any, crop: tuple[int, int], pooling: str) -> Features:
 
 def _leaves(output: Tensor) -> set[int]:
     """Return the ids of the tensors that would get a gradient from an output."""
-    found, seen, nodes = set[int](), set[Any](), [output.grad_fn]
+    leaves, seen, nodes = set[int](), set[Any](), [output.grad_fn]
     while nodes:
         node: Any = nodes.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            found.add(id(getattr(node, "variable", None)))
+            leaves.add(id(getattr(node, "variable", None)))
             nodes += [previous for previous, _ in node.next_functions]
-    return found
+    return leaves
 
 
 def _drop_unused(module: nn.Module, unused: Container[int]) -> None:
@@ -321,7 +326,7 @@ def _drop_unused(module: nn.Module, unused: Container[int]) -> None:
 
 
 def evaluation_mode(module: nn.Module) -> AbstractContextManager[None]:
-    """Switch to evaluation mode; restore all modes when no thread needs it anymore."""
+    """Switch to evaluation mode; restore all modes when the last thread leaves."""
     return override(
         module.modules(),
         False,
@@ -337,8 +342,14 @@ def _use_running_statistics(layer: nn.Module, inputs: Any) -> None:
 def freeze_batchnorm(module: Module, affine: bool = False) -> Module:
     """Freeze the running statistics of every batch norm in `module`, and return it.
 
-    A forward hook puts each layer into evaluation mode, also after `.train()`. Copies and pickles
+    A forward hook keeps each layer in evaluation mode, even after `.train()`. Copies and pickles
     stay frozen. With `affine`, scale and shift are frozen too.
+
+    Examples:
+        >>> norm = freeze_batchnorm(nn.BatchNorm2d(3)).train()
+        >>> _ = norm(torch.randn(4, 3, 8, 8))
+        >>> norm.running_mean.tolist()
+        [0.0, 0.0, 0.0]
     """
     for layer in module.modules():
         if not isinstance(layer, _BatchNorm):

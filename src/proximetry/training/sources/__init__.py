@@ -1,1 +1,1 @@
-"""Where the batches of a run come from: image files, vectors, torch datasets."""
+"""Sources of training batches: image files, vectors, torch datasets."""

@@ -1,4 +1,4 @@
-"""Images to train on: batches of pixels, from the pixel cache or decoded on the fly."""
+"""Training images: batches of pixels, from the pixel cache or decoded on the fly."""
 
 import os
 import shutil
@@ -71,7 +71,7 @@ class ImageData(TrainingData):
 
     @cached_property
     def storage(self) -> StorageInfo:
-        """Facts for the choice of a cache; reads at most the headers of image files."""
+        """Sizes for the choice of a cache; reads at most the headers of image files."""
         recipe, catalog, (train_size, eval_size) = self._recipe, self.catalog, self._sizes
         second = catalog.subset(self.rows_of_second_cache())
         caches = [
@@ -111,7 +111,7 @@ class ImageData(TrainingData):
         if cache.bad:
             self._exclude(cache.bad)
         self.fingerprint = fingerprint(self.catalog, cache.digest)
-        # Evaluation sees what the saved embedder will see: image files resized once. Where training
+        # Evaluation uses the pixels of the saved embedder: image files resized once. If training
         # resizes to another size, there is a second cache.
         second = self.rows_of_second_cache()
         caches, self._eval_rows = [cache], np.arange(len(self.catalog))
@@ -127,7 +127,7 @@ class ImageData(TrainingData):
         self._source, self._eval_source = caches[0], caches[-1]
 
     def _unreadable(self) -> Bad:
-        """Return paths and errors of the images to skip, if the recipe sets that."""
+        """Return paths and errors of the images to skip, if the recipe skips them."""
         d = self._recipe.data
         if d.bad_images == "skip":
             self._display.message(f"checking {format_int(len(self.catalog))} images once…")
@@ -168,7 +168,7 @@ class ImageData(TrainingData):
         cache = build()
         if started:
             message(f"decoded {count} images in {time.monotonic() - started:.0f} s")
-        # An image that one rank cannot read would give it other rows, and other batches.
+        # Ranks that read different images would have different batches.
         bad: list[set[Any]] = self.world.gather(set(cache.bad))
         if differing := sorted(set.union(*bad) - set.intersection(*bad)):
             listed = join_first(f"{path}: {why}" for path, why in differing)
@@ -201,8 +201,8 @@ class ImageData(TrainingData):
         """
         numbers, device = range(start, len(self.sampler)), self.world.device
         with closing(self._crops(epoch, numbers)) as crops, torch_pool(1, 1) as pool:
-            # The thread must not use the GPU, not even pin memory: the network may be recorded as a
-            # CUDA graph meanwhile. One thread is enough for crops.
+            # The thread must not use the GPU, not even pin memory: a CUDA graph may be recorded
+            # meanwhile. One thread is enough for crops.
             if device.type == "cpu":
                 yield from _compute_ahead(pool, map(self._apply, crops), len(numbers))
                 return
@@ -222,7 +222,7 @@ class ImageData(TrainingData):
             uniforms = self._augment.draw_uniforms(total, generator)[local_slice]
             colors = self._colors.draw(total, generator)[local_slice] if self._colors else None
             if on_cuda and isinstance(pixels, PixelCache) and not pixels.flat.is_cuda:
-                # The GPU crops in every mode, with the same result.
+                # Crop on the GPU in every mode, for the same result.
                 pixels, rows = pixels.gather(rows), np.arange(len(rows))
             windows = self._augment.windows(pixels, rows, uniforms)
             yield _Crops(pixels, rows, windows, colors, torch.from_numpy(batch.labels))
@@ -236,8 +236,8 @@ class ImageData(TrainingData):
     def _apply_on_gpu(self, crops: _Crops) -> tuple[Tensor, Tensor, torch.cuda.Event]:
         """Start to crop a batch on a separate stream; also return the event to wait for.
 
-        The stream waits for the work that is queued now, so memory that became free is not
-        overwritten before its last reader is done; it does not wait for the coming step.
+        The stream waits for the work queued so far, so freed memory is not overwritten before its
+        last reader is done; it does not wait for the next step.
         """
         device = self.world.device
         if self._stream is None:
@@ -253,7 +253,7 @@ class ImageData(TrainingData):
         return pixels if pixels.flat.is_cuda else pixels.send(self.world.device)
 
     def views(self, rows: Rows, batch_size: int) -> Iterator[Tensor]:
-        """Yield rows as evaluation sees them; on a GPU the last batch is padded."""
+        """Yield batches of rows as in evaluation; on a GPU the last batch is padded."""
         batches = [self._eval_rows[rows[part]] for part in chunks(len(rows), batch_size)]
         with closing(_read(self._eval_source, batches)) as read:
             for pixels, indices in read:
@@ -277,7 +277,7 @@ def _read(
 
 
 def _compute_ahead(pool: ThreadPoolExecutor, items: Iterator[T], count: int) -> Iterator[T]:
-    """Yield ``count`` items; the thread of the pool computes the next one meanwhile."""
+    """Yield ``count`` items, computing the next one ahead in the thread of the pool."""
     for future in _prefetch_one(pool.submit(next, items) for _ in range(count)):
         yield future.result()
 

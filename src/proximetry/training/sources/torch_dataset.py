@@ -44,17 +44,17 @@ _LABELS_PER_TASK = 64
 
 @dataclass(frozen=True)
 class TorchDatasets:
-    """Custom datasets by split; "all" for one that is not divided."""
+    """Custom datasets by split; "all" for a single one."""
 
     parts: Mapping[str, Dataset[Any]]
     name: str
 
     def title(self, split: str) -> str:
-        """Return the name of a part in messages."""
+        """Return the name of a part for messages."""
         return self.name if split == "all" else f"{self.name} ({split})"
 
     def catalog(self, display: Display) -> Catalog:
-        """Return the catalog of all items, with labels listed by the datasets or read once."""
+        """Return the catalog of all items, with labels from the datasets' lists or read once."""
         labels, paths, splits = list[Any](), list[str](), list[str]()
         for split, dataset in self.parts.items():
             size = len(dataset)  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def _plain_label(label: Any) -> Any:
 
 
 def _labels(name: str, dataset: Any, display: Display) -> list[Any]:
-    """Return the labels of all items: those the dataset lists if they are correct, else read."""
+    """Return the labels of all items, from the dataset's list if it is correct, else read."""
     stored, rows = _stored_labels(dataset), range(len(dataset))
     samples = (rows[0], rows[len(rows) // 2], rows[-1])
     if stored and all(_read_item(name, dataset, row)[1] == stored[row] for row in samples):
@@ -145,7 +145,7 @@ def _labels(name: str, dataset: Any, display: Display) -> list[Any]:
 
 
 def _stored_labels(dataset: Any) -> list[Any] | None:
-    """Return the labels in `targets` or `labels`, as datasets of torchvision have them."""
+    """Return the labels in `targets` or `labels`, as in torchvision's datasets."""
     if isinstance(dataset, Subset):
         inner = _stored_labels(dataset.dataset)
         return None if inner is None else [inner[row] for row in dataset.indices]
@@ -267,11 +267,11 @@ class _BatchReader:
 
 
 class TorchDatasetData(TrainingData):
-    """The items of custom datasets, read by worker processes when they are needed.
+    """The items of custom datasets, read on demand by worker processes.
 
     Images are augmented and preprocessed like files; float tensors are passed to the network
-    unchanged. The random numbers of torch, NumPy and Python that a dataset draws depend on the seed
-    of the run, the epoch and the batch, so a resumed run draws the same.
+    unchanged. The random numbers that a dataset draws from torch, NumPy and Python depend on the
+    seed of the run, the epoch and the batch, so a resumed run draws the same ones.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class TorchDatasetData(TrainingData):
         super().__init__(recipe, catalog, world, display)
         self.fingerprint = fingerprint(catalog)
         if world.on_main(lambda: self.fingerprint) != self.fingerprint:
-            raise RunError(f"{datasets.name} has other labels on rank {world.rank} than on rank 0")
+            raise RunError(f"the labels of {datasets.name} differ between ranks {world.rank} and 0")
         split, dataset = next(iter(datasets.parts.items()))
         with preserve_rng_state():
             tensors = _is_float(_read_item(datasets.title(split), dataset, 0)[0])
@@ -296,11 +296,11 @@ class TorchDatasetData(TrainingData):
                 f"{datasets.name} has images, but the embedder takes {embedder.preprocessing}"
             )
         self.stage = "normalized" if tensors else "pixels"
-        self.origin = "tensors as they are" if tensors else "images from the dataset"
+        self.origin = "tensors from the dataset" if tensors else "images from the dataset"
         self._reader = _BatchReader(datasets, catalog, recipe, embedder.preprocessing, tensors)
 
     def open_cache(self, mode: str) -> None:
-        """Do nothing: the dataset reads its items on demand."""
+        """Do nothing: items are read on demand."""
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pixels or tensors, and labels, of this process's part of each batch."""

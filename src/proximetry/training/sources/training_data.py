@@ -1,4 +1,4 @@
-"""The data of a run: which rows train, select and test, and in which batches."""
+"""The data of a run: the rows for training, selection and test, and the batches."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -44,8 +44,8 @@ class Batch(NamedTuple):
     Attributes:
         rows: catalog rows.
         labels: their classes.
-        local_slice: the part in the whole batch, which has ``total`` rows.
-        key: the seed of the run, the epoch, the number of the batch.
+        local_slice: position in the whole batch, which has ``total`` rows.
+        key: seed of the run, epoch, and number of the batch.
     """
 
     rows: Rows
@@ -64,15 +64,14 @@ class TrainingData(ABC):
 
     Attributes:
         catalog: all rows.
-        rows: rows of the catalog to ``train`` on, the ``held_out`` classes, the ``test`` set.
-        protocol: how the epoch is selected: that of the recipe, or ``last`` if no class can be
-            held out.
-        class_names: of the training classes, in the order of their labels.
+        rows: rows of the catalog by use: ``train``, ``held_out`` classes, ``test``.
+        protocol: that of the recipe, or ``last`` if no class can be held out.
+        class_names: names of the training classes, in the order of their labels.
         sampler: selects the training rows of each batch.
-        notes: remarks on the data.
+        notes: notes on the data.
         fingerprint: identifies the rows when a run resumes.
-        stage: the embedder stage that batches are fed to.
-        origin: text that describes where rows are read from; empty if ``data.cache`` decides it.
+        stage: the embedder stage that takes the batches.
+        origin: description of where rows are read from; empty if ``data.cache`` decides it.
     """
 
     fingerprint: dict[str, Any]
@@ -107,12 +106,12 @@ class TrainingData(ABC):
 
     @property
     def storage(self) -> StorageInfo | None:
-        """Facts for the choice of a cache; None where there is nothing to choose."""
+        """Sizes for the choice of a cache; None if there is no choice."""
         return None
 
     @abstractmethod
     def open_cache(self, mode: str) -> None:
-        """Open the cache that ``data.cache`` names."""
+        """Open the cache that ``data.cache`` selects."""
 
     def _batch(self, epoch: int, number: int) -> Batch:
         indices = self.sampler.batch(epoch, number)
@@ -138,7 +137,7 @@ def open_catalog(recipe: Recipe, progress: Progress | None = None) -> Catalog:
     if d.dataset.startswith(CUSTOM):
         raise RecipeError(f"data.dataset {d.dataset!r} is custom. Pass it in Python: train(data=…)")
     if d.root is None and not list_datasets()[d.dataset].built_in:
-        raise RecipeError(f"data.root is missing: the folder of the images of {d.dataset!r}")
+        raise RecipeError(f"data.root is missing. Set it to the folder of {d.dataset!r}.")
     skip = d.bad_images == "skip"
     return open_dataset(
         d.dataset,
@@ -151,9 +150,9 @@ def open_catalog(recipe: Recipe, progress: Progress | None = None) -> Catalog:
 
 
 def fingerprint(catalog: Catalog, contents: str | None = None) -> dict[str, Any]:
-    """Describe the rows of a catalog in plain values that `check_same_images` compares.
+    """Describe the rows of a catalog in plain values, for `check_same_images`.
 
-    ``contents`` is the digest of the image files, if it is known.
+    ``contents`` is the digest of the image files, if known.
     """
     roles = (catalog.labels, catalog.splits, catalog.queries, catalog.galleries)
     digests = []
@@ -172,13 +171,13 @@ def fingerprint(catalog: Catalog, contents: str | None = None) -> dict[str, Any]
 
 
 MIN_CLASSES = 10
-"""With fewer training classes none are held out."""
+"""Minimum number of training classes to hold some out."""
 MIN_HELD_OUT = 3
-"""With fewer held-out classes nearly every query is right, whatever the epoch."""
+"""Minimum number of held-out classes; with fewer, nearly every query is correct in any epoch."""
 
 
 class DataSplit(NamedTuple):
-    """Rows of a catalog by purpose, the protocol that they allow, and notes on both."""
+    """Rows of a catalog by use, the protocol that they allow, and notes on both."""
 
     rows: dict[str, Rows]
     protocol: Protocol
@@ -186,10 +185,10 @@ class DataSplit(NamedTuple):
 
 
 def split_rows(catalog: Catalog, recipe: Recipe) -> DataSplit:
-    """Return the rows to train on, the rows of held-out classes, and the rows of the test set.
+    """Split a catalog into rows for training, held-out classes and the test set.
 
-    Held-out classes are a fixed draw, the same for every seed of a run, unless the catalog has a
-    split "val". Without a split, all rows are for training.
+    Held-out classes are the split "val" if the catalog has one, else a random choice that is the
+    same for every seed. Without splits, all rows are for training.
     """
     protocol, train = recipe.evaluation.protocol, catalog.rows("train", "all")
     rows = {"train": train, "held_out": catalog.rows("val"), "test": catalog.rows("test")}
@@ -242,7 +241,7 @@ def split_rows(catalog: Catalog, recipe: Recipe) -> DataSplit:
 
 
 def _explain_unusable(part: Catalog, title: str, recipe: Recipe) -> str:
-    """Return why no query has a positive and a negative, "" if some have; check the metrics."""
+    """Return why a part cannot be evaluated, "" if it can; raise if the metrics do not apply."""
     if len(part.class_names) == 1 or np.bincount(part.codes).max() == 1:
         return f"{title} needs two classes, one of them with two images or more"
     if reason := explain_missing_positives(part):
@@ -275,10 +274,10 @@ def _hold_out(train: Catalog, fraction: float) -> tuple[tuple[str, ...], str]:
 def cache_sizes(recipe: Recipe, preprocessing: Preprocessing) -> tuple[Size, Size]:
     """Return the sizes that images are resized to for training and for evaluation."""
     d, resize = recipe.data, preprocessing.resize
-    if recipe.model.freeze_backbone:  # its features are those of evaluation
+    if recipe.model.freeze_backbone:  # trains on the features of evaluation
         return resize, resize
     short_side = d.short_side or preprocessing.short_side
-    # Random crops come from images of their original shape, also if evaluation squashes them.
+    # Random crops come from images of their original shape, even if evaluation squashes them.
     return (short_side if d.random_crop else preprocessing.size_at(short_side)), resize
 
 

@@ -1,4 +1,4 @@
-"""Vectors as training data: those of a file, or the features of a frozen backbone."""
+"""Vectors as training data, from a file or from a frozen backbone."""
 
 import hashlib
 from collections.abc import Iterator
@@ -67,10 +67,10 @@ class CachedFeatures(VectorData):
 
 
 def _features(data: TrainingData, embedder: Embedder, batch_size: int, display: Display) -> Tensor:
-    """Compute the features of all rows on the CPU; each process computes a share of every split.
+    """Return the features of all rows on the CPU; each process computes a share of every split.
 
-    In the batches and the precision of evaluation, so that the saved embedder has the same metrics
-    to the last digit.
+    Batches and precision are those of evaluation, so that the saved embedder has bit-identical
+    metrics.
     """
     world, total, done = data.world, sum(map(len, data.rows.values())), 0
     display.message(

@@ -1,5 +1,5 @@
 // The page: query, results and views.
-// Queries are part of the URL (#item/12), so the back button works.
+// The URL contains the query (#item/12), so that the back button works.
 
 import { MapView } from "./map.js";
 
@@ -10,7 +10,7 @@ let gallery = null;
 let current = null; // {query, prediction, results, similarity, source, milliseconds} of the grid
 let controller = null; // aborts the current search
 let explained = null; // the result in the dialog
-const uploads = []; // by their number in the URL
+const uploads = []; // by the number in the URL
 
 /** Create an element; set properties, append children. */
 export function make(tag, properties = {}, ...children) {
@@ -26,7 +26,7 @@ export function make(tag, properties = {}, ...children) {
 const formatCount = (number) => String(number).replace(/\B(?=(\d{3})+(?!\d))/g, "\u202f");
 const pluralize = (number, one, many) => `${formatCount(number)} ${number === 1 ? one : many}`;
 
-/** Send a request; throw the error message of the server. Retry while it is busy. */
+/** Send a request; throw the server's error message. Retry while the server is busy. */
 export async function request(path, options = {}, tries = 4) {
   let response;
   try {
@@ -151,12 +151,12 @@ function applyThreshold() {
   $("grid").querySelector(".empty")?.remove();
   const total = current.results.length;
   if (!visible) {
-    const reason = total ? "No results above the threshold. Move the slider to see more." : "No results.";
+    const reason = total ? "No results within the threshold. Move the slider to see more." : "No results.";
     $("grid").append(make("li", { className: "empty" }, reason));
   }
   const summary = visible === total ? pluralize(total, "image", "images") : `${formatCount(visible)} of ${pluralize(total, "image", "images")}`;
   const { label, votes, neighbors } = current.prediction;
-  const vote = label === null ? "" : ` \u00b7 most are ${label} (${votes} of ${neighbors})`;
+  const vote = label === null ? "" : ` \u00b7 most frequent: ${label} (${votes} of ${neighbors})`;
   $("results-about").textContent = `${summary}${vote} \u00b7 ${Math.round(current.milliseconds)} ms`;
   announce(`${summary}${visible ? `, the nearest ${cosine() ? "with similarity" : "at distance"} ${score(current.results[0].similarity)}` : ""}.`);
 }
@@ -305,14 +305,14 @@ function showGallery() {
 const isGroup = (value) => value !== null && typeof value === "object";
 const formatMetric = (value) => (value === undefined || value === null ? "\u2014" : typeof value === "number" && !Number.isInteger(value) ? value.toFixed(4) : String(value));
 
-/** Return [name, value] pairs of an object and of the objects in it. */
+/** Return the [name, value] pairs of a nested object. */
 function flatten(values, prefix = "") {
   return Object.entries(values).flatMap(([name, value]) => (isGroup(value) ? flatten(value, `${prefix}${name} \u203a `) : [[prefix + name, value]]));
 }
 
-/** Create a table with a column per evaluated set of images and a row per metric. */
+/** Create a table with a column per evaluated split and a row per metric. */
 function metricsTable(metrics) {
-  if (!metrics) return make("p", { className: "hint" }, "None: the embedder was not saved by a training run.");
+  if (!metrics) return make("p", { className: "hint" }, "None: the embedder does not come from a training run.");
   const sets = Object.entries(metrics).filter(([, value]) => isGroup(value)).map(([name, value]) => [name, new Map(flatten(value))]);
   const scalars = Object.entries(metrics).filter(([, value]) => !isGroup(value));
   if (!sets.length) sets.push(["value", new Map(scalars.splice(0))]);
@@ -379,7 +379,7 @@ addEventListener("paste", (event) => {
     event.preventDefault();
     searchFile(file);
   } else if (!["INPUT", "TEXTAREA"].includes(document.activeElement?.tagName)) {
-    showError("There is no image in the clipboard.");
+    showError("The clipboard contains no image.");
   }
 });
 $("file").addEventListener("change", () => {

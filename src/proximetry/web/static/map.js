@@ -20,7 +20,7 @@ export class MapView {
     this.listen();
   }
 
-  /** Show the map; load it the first time, and when it has changed. */
+  /** Show the map; load it on the first call and after changes. */
   async show() {
     this.resize();
     if (this.loading) return;
@@ -34,7 +34,7 @@ export class MapView {
           if (first) this.fit();
           if (!data.outdated || $("view-map").hidden) break;
         } else {
-          this.showState(`Computing the map (${Math.round(data.seconds)} s). ${data.images > 5000 ? "This takes minutes. " : ""}You can search meanwhile.`);
+          this.showState(`Computing the map (${Math.round(data.seconds)} s). ${data.images > 5000 ? "This takes minutes. " : ""}You can already search.`);
           if ($("view-map").hidden) break;
         }
         await new Promise((resolve) => setTimeout(resolve, data.outdated ? 5000 : 1000));
@@ -57,7 +57,7 @@ export class MapView {
     this.data = data;
     const { ids, images, labels } = data;
     const sample = ids.length < images ? `a sample of ${ids.length} of ${images} images` : `${images} images`;
-    this.sample = sample + (data.outdated ? ", an update is being computed" : "");
+    this.sample = sample + (data.outdated ? ", updating \u2026" : "");
     this.canvas.setAttribute("aria-label", `Map of the gallery: ${sample}${labels.length ? ` in ${labels.length} classes` : ""}`);
     if (!ids.length) this.showState("No images yet.", false);
     this.colors = labels.map((_, number) => this.color(number));
@@ -352,7 +352,7 @@ export class MapView {
       box.style.top = `${Math.min(y, this.from[1])}px`;
       box.style.width = `${Math.abs(x - this.from[0])}px`;
       box.style.height = `${Math.abs(y - this.from[1])}px`;
-      return; // the other corner stays
+      return; // the first corner stays
     } else {
       $("plane").classList.add("dragging");
       this.move(x - before[0], y - before[1]);
@@ -369,7 +369,7 @@ export class MapView {
       const [top, bottom] = [Math.min(y, this.from[1]), Math.max(y, this.from[1])];
       this.list(this.within(left, top, right, bottom), false);
     } else if (!this.moved && number >= 0) {
-      // A finger cannot hover: the first touch shows the image, the second one searches.
+      // Touch screens cannot hover: the first touch shows the image, the second one searches.
       if (event.pointerType === "touch" && this.hovered !== number) this.hover(number);
       else location.hash = `item/${this.data.ids[number]}`;
     } else if (!this.moved) this.hover(-1);
