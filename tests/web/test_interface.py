@@ -18,7 +18,7 @@ from proximetry.search import Gallery, metadata
 from proximetry.web import gallery_map, live_gallery, make_app
 from proximetry.web.middleware import AccessMiddleware
 from tests.search.conftest import make_embedder, make_table, make_vectors
-from tests.web.conftest import CLASSES, EACH, bomb, client_of, png
+from tests.web.conftest import CLASSES, EACH, TOKEN, bomb, client_of, png
 
 TOTAL = CLASSES * EACH
 
@@ -59,6 +59,16 @@ def test_explain_returns_image_of_upload_or_item(client, shared):
     assert client.get("/gallery").json()["explains"]
 
 
+def test_explain_needs_token(shared):
+    with client_of(shared.path, TOKEN) as client:
+        data = {"id": 3, "result": 7}
+        assert client.post("/explain", data=data).status_code == 401
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        assert client.post("/explain", data=data, headers=headers).status_code == 200
+        foreign = {**headers, "origin": "http://evil.example"}
+        assert client.post("/explain", data=data, headers=foreign).status_code == 403
+
+
 @pytest.mark.parametrize(
     ("request_", "status", "message"),
     [
@@ -77,13 +87,13 @@ def test_explain_rejects_invalid_requests(client, request_, status, message):
     assert message in answer.json()["detail"]
 
 
-def test_explain_of_missing_file_and_unsupported_embedder(tmp_path, own, own_client):
-    (path,) = own.rows([3], ["path"])["path"]
+def test_explain_of_missing_file_and_unsupported_embedder(tmp_path, editable, editable_client):
+    (path,) = editable.rows([3], ["path"])["path"]
     os.remove(path)
-    answer = own_client.post("/explain", data={"id": 3, "result": 7})
+    answer = editable_client.post("/explain", data={"id": 3, "result": 7})
     assert answer.status_code == 410
     assert str(tmp_path) not in answer.text
-    images = own.rows([4, 5], ["path"])["path"]
+    images = editable.rows([4, 5], ["path"])["path"]
     embedder = make_embedder(normalize=False)  # Euclidean
     gallery = Gallery.build(embedder, images, tmp_path / "euclidean")
     with client_of(gallery.path) as client:
