@@ -16,6 +16,7 @@ _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 def explain(
     a: Path,
     b: Path,
+    /,
     *,
     model: EmbedderFolder,
     out: Path | None = None,

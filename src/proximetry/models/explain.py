@@ -51,7 +51,7 @@ class _Linearization(TorchFunctionMode):
         if name not in _LINEAR | _QUERIES:
             raise UsageError(
                 "explain needs average, max or GeM pooling and linear layers after the feature "
-                f"map; this network calls {name}. Train it with another pooling."
+                f"map; this network calls {name}. Use another pooling or network."
             )
         return func(*args, **(kwargs or {}))
 
