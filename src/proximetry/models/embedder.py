@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from numbers import Integral
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from proximetry.models.backbones import (
 from proximetry.models.constants import CUSTOM, HUB, ONNX, VECTOR_BACKBONES, Similarity
 from proximetry.models.encoding import embed_images
 from proximetry.models.pooling import POOLING_LAYERS
-from proximetry.models.preprocessing import ImageSources, Input, Preprocessing, Tensors
+from proximetry.models.preprocessing import ImageSource, ImageSources, Input, Preprocessing, Tensors
 from proximetry.models.storage import (
     find_embedder,
     read_calibration,
@@ -50,6 +50,9 @@ from proximetry.models.storage import (
     write_embedder,
 )
 from proximetry.models.weights import RANDOM, WeightsRecord, load_weights
+
+if TYPE_CHECKING:
+    from proximetry.models.explanation import Explanation
 
 _MAX_HEAD = 2**30  # weights: 4 GB
 _LARGE_NETWORK = 2**27  # weights: 0.5 GB
@@ -72,6 +75,7 @@ class Embedder(nn.Module):
         width: dimension of the pooled features.
         dim: dimension of the vectors.
         bits: length of the trained binary codes, or None.
+        channels_last: whether the backbone's feature map is [B, H, W, channels].
         takes_images: whether the input is images rather than tensors.
         class_names: training classes, if saved.
         metrics: metrics, if saved.
@@ -119,7 +123,7 @@ class Embedder(nn.Module):
             self.head = nn.Linear(features.width, architecture.dim)
             nn.init.kaiming_normal_(self.head.weight, mode="fan_out")
             nn.init.zeros_(self.head.bias)
-        self._channels_last, self._dropped = features.channels_last, features.dropped
+        self.channels_last, self._dropped = features.channels_last, features.dropped
         self._frozen = {n for n, value in model.named_parameters() if not value.requires_grad}
 
     @classmethod
@@ -283,27 +287,34 @@ class Embedder(nn.Module):
         if stage == "pixels":
             batch = self.preprocessing.normalize(batch)
         batch = batch.to(next(self.parameters(), batch).dtype)  # match a half-precision network
-        pooled = self._pooled(batch)
         if self.training:
-            return pooled
+            return self._pooled(batch)
+        views = self.views(batch)
+        pooled = self._pooled(views[0])
+        for view in views[1:]:
+            pooled = pooled + self._pooled(view)
+        return pooled / len(views) if len(views) > 1 else pooled
+
+    def views(self, batch: Tensor) -> list[Tensor]:
+        """Return the views of test-time augmentation: the batch, its center crops, their flips."""
         views = [batch]
         views += [_center_zoom(batch, fraction) for fraction in self.architecture.tta_crops]
         if self.architecture.flip_tta:
             views += [view.flip(3) for view in views]
-        for view in views[1:]:
-            pooled = pooled + self._pooled(view)
-        return pooled / len(views) if len(views) > 1 else pooled
+        return views
 
     def _pooled(self, pixels: Tensor) -> Tensor:
         if self.architecture.pooling == "token":
             return self.backbone(pixels)  # type: ignore[no-any-return]
         if self.architecture.pooling == "cls-avg":
             return class_and_patches(self.backbone, pixels)
-        model: Any = self.backbone
-        feature_map = model.forward_features(pixels)
-        if self.architecture.pooling == "pre-logits":
-            return model.forward_head(feature_map, pre_logits=True)  # type: ignore[no-any-return]
-        if self._channels_last:
+        return self.pool(cast(Any, self.backbone).forward_features(pixels))
+
+    def pool(self, feature_map: Tensor) -> Tensor:
+        """Return the pooled features [B, width] of the output of the backbone's last layer."""
+        if self.architecture.pooling in ("pre-logits", "token"):
+            return self.backbone.forward_head(feature_map, pre_logits=True)  # type: ignore
+        if self.channels_last:
             feature_map = feature_map.permute(0, 3, 1, 2)
         return self.pooling(feature_map).flatten(1)  # type: ignore[no-any-return]
 
@@ -484,6 +495,23 @@ class Embedder(nn.Module):
             gallery_images=gallery_images,
         )
         return self.calibration
+
+    def explain(self, a: ImageSource, b: ImageSource) -> "Explanation":
+        """Split the cosine of two images into contributions of their positions.
+
+        For poolings that are sums over positions: "avg", "max", "avg+max", "gem", "flatten", the
+        default pooling of most networks, and transformers that average their tokens.
+
+        Args:
+            a: an image, as for `encode`.
+            b: the other image.
+
+        Raises:
+            UsageError: for other networks and Euclidean similarity.
+        """
+        from proximetry.models.explain import explain  # circular import
+
+        return explain(self, a, b)
 
     def fingerprint(self) -> str:
         """Return a checksum of network, preprocessing and weights.
@@ -754,10 +782,14 @@ def extract_features(embedder: Embedder, batch: Tensor, stage: Stage = "pixels")
 def _center_zoom(pixels: Tensor, fraction: float) -> Tensor:
     """Crop the center of pixels [B, 3, H, W] to a fraction of the sides and enlarge it again."""
     sides = pixels.shape[2:]
-    # Equal margins: cropping commutes with flipping.
-    top, left = (min(round(side * (1 - fraction) / 2), (side - 1) // 2) for side in sides)
+    top, left = (zoom_margin(side, fraction) for side in sides)
     center = pixels[:, :, top : sides[0] - top, left : sides[1] - left]
     return F.interpolate(center, sides, mode="bilinear", align_corners=False)
+
+
+def zoom_margin(side: int, fraction: float) -> int:
+    """Return the pixels to remove at both ends of a side; equal, so that crops can be flipped."""
+    return min(round(side * (1 - fraction) / 2), (side - 1) // 2)
 
 
 def _build(name: str, preprocessing: Input) -> nn.Module:

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 from markupsafe import Markup
+from PIL.Image import Image
 
 from proximetry._util.charts import bar_chart, format_number, format_percent, line_chart
+from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_int, readable_seconds
-from proximetry.data import VectorCatalog
+from proximetry.data import ImageError, VectorCatalog
 from proximetry.metrics import (
     Interval,
     distinct_proxies,
@@ -207,14 +209,27 @@ def neighbor_images(
     ]
 
 
+def explain_nearest(run: RunEvaluation, query: int) -> Image | None:
+    """Return a picture of why the nearest image is near; None if it cannot be explained."""
+    nearest = int(run.neighbors[query].ids[0, 0])
+    if nearest < 0:
+        return None
+    try:
+        a, b = (run.catalog.file(int(row)) for row in (run.queries[query], run.gallery[nearest]))
+        return run.embedder.explain(a, b).image(side=224)
+    except (ImageError, UsageError):
+        return None
+
+
 def queries_section(run: RunEvaluation) -> ReportSection:
     """Return the worst and the best queries with their neighbors."""
     scores = run.evaluation.scores[run.ranking_metric]
 
-    def rows(queries: Sequence[int]) -> list[dict[str, Any]]:
+    def rows(queries: Sequence[int], *, explained: bool = False) -> list[dict[str, Any]]:
         return [
             {
                 **image(run, int(run.queries[query])),
+                "why": explain_nearest(run, query) if explained else None,
                 "score": float(scores[query]),
                 "rank": run.first_positive(query),
                 "neighbors": neighbor_images(run, query),
@@ -228,7 +243,7 @@ def queries_section(run: RunEvaluation) -> ReportSection:
         "queries.html",
         measure="cosine" if similarity == "cosine" else f"negative {similarity} distance",
         metric=metric_title(run.ranking_metric),
-        worst=rows(run.extremes(MAX_QUERIES, best=False)),
+        worst=rows(run.extremes(MAX_QUERIES, best=False), explained=True),
         best=rows(run.extremes(MAX_QUERIES // 2, best=True)),
     )
 

@@ -7,8 +7,9 @@ const $ = (id) => document.getElementById(id);
 const VIEWS = ["search", "map", "about"];
 
 let gallery = null;
-let current = null; // {query, prediction, results, similarity, match_threshold, milliseconds} of the grid
+let current = null; // {query, prediction, results, similarity, match_threshold, source, milliseconds} of the grid
 let controller = null; // aborts the current search
+let explained = null; // the result in the dialog
 const uploads = []; // by the number in the URL
 
 /** Create an element; set properties, append children. */
@@ -39,6 +40,7 @@ export async function request(path, options = {}, tries = 4) {
     await new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
     return request(path, options, tries - 1);
   }
+  if (response.ok && response.headers.get("Content-Type")?.startsWith("image/")) return response.blob();
   const content = await response.json().catch(() => null);
   if (!response.ok) throw new Error(asSentence(content?.detail ?? `The server answered ${response.status}`));
   return content;
@@ -95,8 +97,37 @@ function card(match, query) {
   button.append(thumbnail(match.id, 320), make("span", { className: "rank" }, String(match.rank)), words);
   button.addEventListener("click", () => { location.hash = `item/${match.id}`; });
   const entry = make("li", {}, button);
+  if (gallery.explains) {
+    const why = make("button", { type: "button", className: "why", "aria-label": `Why is rank ${match.rank} similar?` }, "Why?");
+    why.addEventListener("click", () => explain(match));
+    entry.append(why);
+  }
   entry.dataset.similarity = match.similarity;
   return entry;
+}
+
+/** Show which regions make a result similar to the query. */
+async function explain(match) {
+  const form = new FormData();
+  form.set("result", match.id);
+  for (const [name, value] of Object.entries(current.source)) form.set(name, value);
+  const label = match.label === null ? "" : `, ${match.label}`;
+  $("why-title").textContent = `Why rank ${match.rank}${label}?`;
+  $("why-about").textContent = "computing \u2026";
+  $("why-image").hidden = true;
+  $("why").showModal();
+  explained = match;
+  try {
+    const image = await request("explain", { method: "POST", body: form });
+    if (explained !== match) return;
+    URL.revokeObjectURL($("why-image").src);
+    $("why-image").src = URL.createObjectURL(image);
+    $("why-image").alt = `The query and the result, similarity ${score(match.similarity)}, with the regions that contribute most`;
+    $("why-image").hidden = false;
+    $("why-about").textContent = "Yellow to red regions add to the similarity, blue ones reduce it. Equal numbers match.";
+  } catch (error) {
+    if (explained === match) $("why-about").textContent = error.message;
+  }
 }
 
 function showResults() {
@@ -196,7 +227,7 @@ async function search(fields) {
   const started = performance.now();
   try {
     const content = await request("search", { method: "POST", body: form, signal });
-    current = { ...content, milliseconds: performance.now() - started };
+    current = { ...content, source: fields, milliseconds: performance.now() - started };
     if (content.query) {
       const label = content.query.label === null ? `Image ${content.query.id}` : String(content.query.label);
       showQuery(`items/${content.query.id}/image?size=512`, label, content.query.file);
@@ -377,6 +408,7 @@ $("grid").addEventListener("keydown", (event) => {
   cards[index + offset]?.focus();
 });
 
+$("why-close").addEventListener("click", () => $("why").close());
 $("threshold").addEventListener("input", applyThreshold);
 $("count").addEventListener("change", repeatSearch);
 $("class").addEventListener("change", repeatSearch);
