@@ -1,0 +1,155 @@
+"""Copies of images: exact ones, and resized, recompressed, mirrored or cropped ones.
+
+Near neighbors whose cosine is that of altered copies are candidates. A candidate is a copy if the
+pixels of one image, at low resolution, correlate with those of the other, mirrored or not, whole
+or within a crop of 85 % of the sides or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from proximetry._util.tensors import chunks
+from proximetry._util.types import IntArray
+from proximetry.data import ImageError, open_image
+from proximetry.data.loader import parallel_map
+from proximetry.health.embedded_images import EmbeddedImages
+from proximetry.health.finding import Finding
+from proximetry.health.label_model import LabelModel
+from proximetry.search.duplicates import ROUNDING
+
+MIN_COSINE = 0.8  # of candidates
+MIN_COSINE_OF_VECTORS = 0.99  # of copies, if there are vectors only
+MIN_CORRELATION = 0.9
+_SIDE, _WINDOW = 40, 24  # pixels of a whole image, and of what is compared
+_CROPS = (40, 38, 36, 34)  # sides of crops
+_STEP = 2  # between crops
+_PAIRS = 1024  # compared at a time
+_HELD_OUT = ("test", "val")  # their images are kept, and copies in other splits dropped
+
+
+class Copies(NamedTuple):
+    """Pairs of copies.
+
+    Attributes:
+        pairs: the smaller number first, [m, 2].
+        scores: the correlation, or the cosine; 1 for exact copies.
+    """
+
+    pairs: IntArray
+    scores: Any
+
+
+def find_copies(images: EmbeddedImages) -> Copies:
+    """Find pairs of copies among the nearest neighbors."""
+    limit = MIN_COSINE if images.has_files else MIN_COSINE_OF_VECTORS
+    first, column = np.nonzero(images.cosines >= limit)
+    pairs = np.sort(np.stack([first, images.neighbors[first, column]], 1), 1)
+    pairs, index = np.unique(pairs, axis=0, return_index=True)
+    scores = images.cosines[first, column][index].astype(np.float64)
+    exact = scores >= 1 - ROUNDING
+    scores[exact] = 1.0
+    if not images.has_files:
+        return Copies(pairs, scores)
+    others = np.flatnonzero(~exact)
+    numbers, ends = np.unique(pairs[others], return_inverse=True)
+    thumbnails = _thumbnails([images.catalog.file(number) for number in numbers.tolist()])
+    for part in chunks(len(others), _PAIRS):
+        left, right = torch.from_numpy(ends.reshape(-1, 2)[part]).T
+        scores[others[part]] = correlation(thumbnails[left], thumbnails[right]).numpy()
+    near = exact | (scores >= MIN_CORRELATION)
+    return Copies(pairs[near], scores[near])
+
+
+def _thumbnails(files: Sequence[str]) -> Tensor:
+    """Return gray images of equal size, [n, side, side]; black if one is unreadable now."""
+    arrays = [*parallel_map(_read_gray, files)]
+    return torch.from_numpy(np.stack(arrays)) if arrays else torch.empty(0, _SIDE, _SIDE)
+
+
+def _read_gray(file: str) -> Any:
+    try:
+        image = open_image(file, size=_SIDE).convert("L")
+    except ImageError:
+        return np.zeros((_SIDE, _SIDE), np.uint8)
+    return np.asarray(image.resize((_SIDE, _SIDE), reducing_gap=2.0))
+
+
+def correlation(left: Tensor, right: Tensor) -> Tensor:
+    """Return the largest correlation of two gray images, one of them whole, for each pair [n]."""
+    best = torch.full((len(left),), -1.0)
+    for one, other in ((left, right), (right, left)):
+        whole = _standardize(other)
+        mirrored = _standardize(other.flip(2))
+        for crop in _crops(one):
+            pixels = _standardize(crop)
+            for candidate in (whole, mirrored):
+                best = torch.maximum(best, (pixels * candidate).sum(1))
+    return best
+
+
+def _crops(images: Tensor) -> Iterator[Tensor]:
+    for side in _CROPS:
+        for top in range(0, _SIDE - side + 1, _STEP):
+            for left in range(0, _SIDE - side + 1, _STEP):
+                yield images[:, top : top + side, left : left + side]
+
+
+def _standardize(images: Tensor) -> Tensor:
+    """Return pixels of a small version with mean 0 and length 1, [n, pixels]; 0 if uniform."""
+    size = (_WINDOW, _WINDOW)
+    small = F.interpolate(images[:, None].float(), size, mode="bilinear", antialias=True).flatten(1)
+    centered = small - small.mean(1, keepdim=True)
+    length = centered.norm(dim=1, keepdim=True)
+    return torch.where(length > _WINDOW, centered / length, 0.0)  # a deviation of a gray level
+
+
+def copy_findings(
+    images: EmbeddedImages, copies: Copies, labels: LabelModel | None
+) -> Iterator[Finding]:
+    """Yield a finding for each image that is a copy of one to keep.
+
+    Images of held-out splits are kept first, then those whose label is more probable. But a single
+    held-out image of a series of images moves to the split of the others.
+    """
+    names, splits = images.catalog.labels, [*images.catalog.splits]
+    wrong = np.zeros(len(splits)) if labels is None else labels.wrong
+    partners: dict[int, dict[int, float]] = {}
+    for (a, b), score in zip(copies.pairs.tolist(), copies.scores.tolist(), strict=True):
+        partners.setdefault(a, {})[b] = score
+        partners.setdefault(b, {})[a] = score
+    for number, near in sorted(partners.items()):
+        split = {splits[other] for other in near}
+        same = all(names[other] == names[number] and near[other] < 1 for other in near)
+        if len(near) > 1 and same and len(split) == 1 and splits[number] in _HELD_OUT:
+            (target,) = split
+            if target != splits[number]:
+                reason = f"near-copy of {len(near)} images of the split {target}"
+                rows = (number, *list(near)[:3])
+                yield Finding("leakage", rows, reason, max(near.values()), "move", target)
+                splits[number] = target
+    kept = set[int]()
+    for number in sorted(partners, key=lambda i: (splits[i] not in _HELD_OUT, wrong[i], i)):
+        near = {other: score for other, score in partners[number].items() if other in kept}
+        if not near:
+            kept.add(number)
+            continue
+        # The copy that matters most: in another split, then of another class.
+        twin = max(
+            near,
+            key=lambda i: (splits[i] != splits[number], names[i] != names[number], near[i]),
+        )
+        exact = near[twin] == 1
+        reason = f"{'copy' if exact else 'near-copy'} of an image"
+        kind = "exact duplicate" if exact else "near-duplicate"
+        if names[twin] != names[number]:
+            kind, reason = "label conflict", f"{reason} of the class {names[twin]}"
+        if splits[twin] != splits[number]:
+            kind, reason = "leakage", f"{reason} of the split {splits[twin]}"
+        yield Finding(kind, (number, twin), reason, near[twin], "drop")
