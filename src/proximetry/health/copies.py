@@ -8,6 +8,7 @@ or within a crop of 85 % of the sides or more.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,13 +25,14 @@ from proximetry.health.finding import Finding
 from proximetry.health.label_model import LabelModel
 from proximetry.search.duplicates import ROUNDING
 
-MIN_COSINE = 0.8  # of candidates
+MIN_COSINE = 0.75  # of candidates; half-size copies of photographs have about 0.8
 MIN_COSINE_OF_VECTORS = 0.99  # of copies, if there are vectors only
 MIN_CORRELATION = 0.9
-_SIDE, _WINDOW = 40, 24  # pixels of a whole image, and of what is compared
+_MIN_COARSE_CORRELATION = 0.75  # of whole images at _COARSE pixels; copies have 0.85 or more
+_SIDE, _WINDOW, _COARSE = 40, 24, 5  # pixels of a whole image, and of what is compared
 _CROPS = (40, 38, 36, 34)  # sides of crops
 _STEP = 2  # between crops
-_PAIRS = 1024  # compared at a time
+_PAIRS = 256  # compared at a time
 _HELD_OUT = ("test", "val")  # their images are kept, and copies in other splits dropped
 
 
@@ -60,54 +62,54 @@ def find_copies(images: EmbeddedImages) -> Copies:
     others = np.flatnonzero(~exact)
     numbers, ends = np.unique(pairs[others], return_inverse=True)
     thumbnails = _thumbnails([images.catalog.file(number) for number in numbers.tolist()])
-    for part in chunks(len(others), _PAIRS):
-        left, right = torch.from_numpy(ends.reshape(-1, 2)[part]).T
-        scores[others[part]] = correlation(thumbnails[left], thumbnails[right]).numpy()
+    left, right = torch.from_numpy(ends.reshape(-1, 2)).T
+    coarse = [_windows(one, _SIDE, _COARSE)[:, 0] for one in (thumbnails, thumbnails.flip(3))]
+    similar = [(coarse[0][left] * other[right]).sum(1) for other in coarse]
+    likely = (torch.maximum(*similar) >= _MIN_COARSE_CORRELATION).nonzero()[:, 0]
+    scores[others] = 0.0
+    for part in chunks(len(likely), _PAIRS):
+        rows = likely[part]
+        values = correlation(thumbnails[left[rows]], thumbnails[right[rows]])
+        scores[others[rows.numpy()]] = values.numpy()
     near = exact | (scores >= MIN_CORRELATION)
     return Copies(pairs[near], scores[near])
 
 
 def _thumbnails(files: Sequence[str]) -> Tensor:
-    """Return gray images of equal size, [n, side, side]; black if one is unreadable now."""
-    arrays = [*parallel_map(_read_gray, files)]
-    return torch.from_numpy(np.stack(arrays)) if arrays else torch.empty(0, _SIDE, _SIDE)
+    """Return images of equal size, [n, 3, side, side]; black if one is unreadable now."""
+    arrays = [np.empty((0, _SIDE, _SIDE, 3), np.uint8), *parallel_map(_read_small, files)]
+    return torch.from_numpy(np.concatenate(arrays)).permute(0, 3, 1, 2)
 
 
-def _read_gray(file: str) -> Any:
+def _read_small(file: str) -> Any:
+    """Return one image as [1, side, side, 3]."""
     try:
-        image = open_image(file, size=_SIDE).convert("L")
+        image = open_image(file, size=_SIDE)
     except ImageError:
-        return np.zeros((_SIDE, _SIDE), np.uint8)
-    return np.asarray(image.resize((_SIDE, _SIDE), reducing_gap=2.0))
+        return np.zeros((1, _SIDE, _SIDE, 3), np.uint8)
+    return np.asarray(image.resize((_SIDE, _SIDE), reducing_gap=2.0))[None]
 
 
 def correlation(left: Tensor, right: Tensor) -> Tensor:
-    """Return the largest correlation of two gray images, one of them whole, for each pair [n]."""
+    """Return the largest correlation of two images, one of them whole, for each pair, [n]."""
     best = torch.full((len(left),), -1.0)
     for one, other in ((left, right), (right, left)):
-        whole = _standardize(other)
-        mirrored = _standardize(other.flip(2))
-        for crop in _crops(one):
-            pixels = _standardize(crop)
-            for candidate in (whole, mirrored):
-                best = torch.maximum(best, (pixels * candidate).sum(1))
+        whole = torch.cat([_windows(other, _SIDE), _windows(other.flip(3), _SIDE)], 1)
+        for side in _CROPS:
+            best = torch.maximum(best, (_windows(one, side) @ whole.mT).amax((1, 2)))
     return best
 
 
-def _crops(images: Tensor) -> Iterator[Tensor]:
-    for side in _CROPS:
-        for top in range(0, _SIDE - side + 1, _STEP):
-            for left in range(0, _SIDE - side + 1, _STEP):
-                yield images[:, top : top + side, left : left + side]
-
-
-def _standardize(images: Tensor) -> Tensor:
-    """Return pixels of a small version with mean 0 and length 1, [n, pixels]; 0 if uniform."""
-    size = (_WINDOW, _WINDOW)
-    small = F.interpolate(images[:, None].float(), size, mode="bilinear", antialias=True).flatten(1)
-    centered = small - small.mean(1, keepdim=True)
-    length = centered.norm(dim=1, keepdim=True)
-    return torch.where(length > _WINDOW, centered / length, 0.0)  # a deviation of a gray level
+def _windows(images: Tensor, side: int, size: int = _WINDOW) -> Tensor:
+    """Return the standardized pixels of all crops of a side, resized, [n, crops, pixels]."""
+    resize = partial(F.interpolate, size=(size, _SIDE), mode="bilinear", antialias=True)
+    eye, starts = torch.eye(_SIDE)[None, None], range(0, _SIDE - side + 1, _STEP)
+    resampling = torch.cat([resize(eye[:, :, start : start + side])[0] for start in starts])
+    rows = torch.einsum("tih,nchw->ntciw", resampling, images.float())
+    crops = torch.einsum("ntciw,ljw->ntlcij", rows, resampling).flatten(3).flatten(1, 2)
+    centered = crops - crops.mean(2, keepdim=True)
+    length = centered.norm(dim=2, keepdim=True)
+    return torch.where(length > size, centered / length, 0.0)  # a deviation of a gray level
 
 
 def copy_findings(

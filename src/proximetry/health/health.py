@@ -125,7 +125,9 @@ def check(
     if len(rows) < 2:
         notes.append(f"{len(rows)} readable images: nothing to compare")
         return Health(catalog, _order(findings), None, tuple(notes))
-    has_files = not isinstance(catalog, VectorCatalog)
+    has_files = not isinstance(catalog, VectorCatalog) or (
+        catalog.has_paths and os.path.exists(catalog.file(0))
+    )
     part = EmbeddedImages.search(catalog, rows, vectors, has_files, progress)
     if len(part.class_sizes) > 1:
         labels = fit_labels(part.vectors, part.codes, part.neighbors)
