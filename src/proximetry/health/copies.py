@@ -106,8 +106,9 @@ def _windows(images: Tensor, side: int, size: int = _WINDOW) -> Tensor:
     eye, starts = torch.eye(_SIDE)[None, None], range(0, _SIDE - side + 1, _STEP)
     resampling = torch.cat([resize(eye[:, :, start : start + side])[0] for start in starts])
     rows = torch.einsum("tih,nchw->ntciw", resampling, images.float())
-    crops = torch.einsum("ntciw,ljw->ntlcij", rows, resampling).flatten(3).flatten(1, 2)
-    centered = crops - crops.mean(2, keepdim=True)
+    crops = torch.einsum("ntciw,ljw->ntlcij", rows, resampling)
+    # The mean of each channel is subtracted: images do not match by the color of the sky.
+    centered = (crops - crops.mean((4, 5), keepdim=True)).flatten(3).flatten(1, 2)
     length = centered.norm(dim=2, keepdim=True)
     return torch.where(length > size, centered / length, 0.0)  # a deviation of a gray level
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
@@ -40,12 +41,14 @@ class Health:
         catalog: all images.
         findings: those with the largest expected gain first.
         label_noise: the estimated share of wrong labels; None if labels were not checked.
+        wrong_labels: the probability that the label of each image is wrong; 0 if not checked.
         notes: what was not checked, and remarks on the data.
     """
 
     catalog: Catalog
     findings: tuple[Finding, ...]
-    label_noise: float | None = None
+    label_noise: float | None
+    wrong_labels: npt.NDArray[np.float64]
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -121,16 +124,17 @@ def check(
     vectors, errors = _embed(catalog, model, batch_size, device, progress, report)
     findings = [*unreadable_images(errors)]
     rows = np.array([row for row in range(len(catalog)) if row not in errors], np.int64)
-    notes, labels = list[str](), None
+    notes, labels, wrong_labels = [*catalog.remarks()], None, np.zeros(len(catalog))
     if len(rows) < 2:
         notes.append(f"{len(rows)} readable images: nothing to compare")
-        return Health(catalog, _order(findings), None, tuple(notes))
+        return Health(catalog, _order(findings), None, wrong_labels, tuple(notes))
     has_files = not isinstance(catalog, VectorCatalog) or (
         catalog.has_paths and os.path.exists(catalog.file(0))
     )
     part = EmbeddedImages.search(catalog, rows, vectors, has_files, progress)
     if len(part.class_sizes) > 1:
         labels = fit_labels(part.vectors, part.codes, part.neighbors)
+        wrong_labels[rows] = labels.wrong
     else:
         notes.append("only one class: labels are not checked")
     found = chain(
@@ -143,7 +147,7 @@ def check(
     )
     findings += [one._replace(rows=tuple(rows[[*one.rows]].tolist())) for one in found]
     noise = None if labels is None else labels.noise
-    return Health(catalog, _order(findings), noise, (*catalog.remarks(), *notes))
+    return Health(catalog, _order(findings), noise, wrong_labels, tuple(notes))
 
 
 def _order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
