@@ -2,7 +2,8 @@
 
 Near neighbors whose cosine is that of altered copies are candidates. A candidate is a copy if the
 pixels of one image, at low resolution, correlate with those of the other, mirrored or not, whole
-or within a crop of 85 % of the sides or more.
+or within a crop of 85 % of the sides or more. The thresholds are measured on altered copies of
+photographs (docs/check.md).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from proximetry.search.duplicates import ROUNDING
 
 MIN_COSINE = 0.75  # of candidates; half-size copies of photographs have about 0.8
 MIN_COSINE_OF_VECTORS = 0.99  # of copies, if there are vectors only
-MIN_CORRELATION = 0.9
+MIN_CORRELATION = 0.85
+MIN_SCORE = 0.87  # mean of correlation and cosine
 _MIN_COARSE_CORRELATION = 0.75  # of whole images at _COARSE pixels; copies have 0.85 or more
 _SIDE, _WINDOW, _COARSE = 40, 24, 5  # pixels of a whole image, and of what is compared
 _CROPS = (40, 38, 36, 34)  # sides of crops
@@ -41,7 +43,7 @@ class Copies(NamedTuple):
 
     Attributes:
         pairs: the smaller number first, [m, 2].
-        scores: the correlation, or the cosine; 1 for exact copies.
+        scores: the mean of cosine and correlation, or the cosine; 1 for exact copies.
     """
 
     pairs: IntArray
@@ -66,12 +68,14 @@ def find_copies(images: EmbeddedImages) -> Copies:
     coarse = [_windows(one, _SIDE, _COARSE)[:, 0] for one in (thumbnails, thumbnails.flip(3))]
     similar = [(coarse[0][left] * other[right]).sum(1) for other in coarse]
     likely = (torch.maximum(*similar) >= _MIN_COARSE_CORRELATION).nonzero()[:, 0]
-    scores[others] = 0.0
+    correlations = np.zeros(len(others))
     for part in chunks(len(likely), _PAIRS):
         rows = likely[part]
         values = correlation(thumbnails[left[rows]], thumbnails[right[rows]])
-        scores[others[rows.numpy()]] = values.numpy()
-    near = exact | (scores >= MIN_CORRELATION)
+        correlations[rows.numpy()] = values.numpy()
+    scores[others] = (scores[others] + correlations) / 2
+    near = exact | (scores >= MIN_SCORE)
+    near[others] &= correlations >= MIN_CORRELATION
     return Copies(pairs[near], scores[near])
 
 

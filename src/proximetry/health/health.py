@@ -137,9 +137,12 @@ def check(
         wrong_labels[rows] = labels.wrong
     else:
         notes.append("only one class: labels are not checked")
+    copies = [*copy_findings(part, find_copies(part), labels)]
+    handled = {finding.rows[0] for finding in copies}
+    label_errors = label_findings(part, labels) if labels else ()
     found = chain(
-        copy_findings(part, find_copies(part), labels),
-        label_findings(part, labels) if labels else (),
+        copies,
+        (one for one in label_errors if one.rows[0] not in handled),
         similar_classes(part),
         class_sizes(part),
         outliers(part),
