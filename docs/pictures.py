@@ -22,6 +22,7 @@ import skimage.data
 from PIL import Image
 from playwright.sync_api import Locator, Page, sync_playwright
 
+from proximetry import check
 from proximetry.search import contact_sheet, index
 
 PICTURES = Path(__file__).parent / "pictures"
@@ -58,6 +59,7 @@ def main() -> None:
             contact_sheet(Path(folder) / "sheet.html", queries, gallery.search(queries, k=5))
             page.goto((Path(folder) / "sheet.html").as_uri())
             save("neighbors", clip(page, page.locator("body")))
+            health(page, photos, Path(folder))
             report(page, run / "report.html")
             with served(gallery.path) as address:
                 search_page(page, address, queries[0])
@@ -85,6 +87,19 @@ def random_crop(photo: Image.Image, draw: np.random.Generator) -> Image.Image:
     side = int(min(photo.size) * draw.uniform(0.55, 0.85))
     left, top = (int(draw.integers(0, length - side + 1)) for length in photo.size)
     return photo.crop((left, top, left + side, top + side)).resize((320, 320))
+
+
+def health(page: Page, photos: Path, folder: Path) -> None:
+    """Take a screenshot of the health of the photographs with a few problems."""
+    problems = folder / "problems"
+    shutil.copytree(photos, problems)
+    Image.open(problems / "coffee/03.jpg").transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(
+        problems / "rocket/coffee.jpg"
+    )
+    (problems / "chelsea/05.jpg").rename(problems / "astronaut/cat.jpg")
+    check(problems).page(folder / "health.html")
+    page.goto((folder / "health.html").as_uri())
+    save("check", clip(page, page.locator("#labels")))
 
 
 def report(page: Page, file: Path) -> None:

@@ -143,7 +143,8 @@ def copy_findings(
                 splits[number] = target
     kept = set[int]()
     for number in sorted(partners, key=lambda i: (splits[i] not in _HELD_OUT, wrong[i], i)):
-        near = {other: score for other, score in partners[number].items() if other in kept}
+        all_near = partners[number]
+        near = {other: score for other, score in all_near.items() if other in kept}
         if not near:
             kept.add(number)
             continue
@@ -152,11 +153,14 @@ def copy_findings(
             near,
             key=lambda i: (splits[i] != splits[number], names[i] != names[number], near[i]),
         )
-        exact = near[twin] == 1
+        # Shown is the most similar one like it, even if that is dropped itself.
+        alike = [i for i in all_near if (splits[i], names[i]) == (splits[twin], names[twin])]
+        twin = max(alike, key=all_near.__getitem__)
+        exact = all_near[twin] == 1
         reason = f"{'copy' if exact else 'near-copy'} of an image"
         kind = "exact duplicate" if exact else "near-duplicate"
         if names[twin] != names[number]:
             kind, reason = "label conflict", f"{reason} of the class {names[twin]}"
         if splits[twin] != splits[number]:
             kind, reason = "leakage", f"{reason} of the split {splits[twin]}"
-        yield Finding(kind, (number, twin), reason, near[twin], "drop")
+        yield Finding(kind, (number, twin), reason, all_near[twin], "drop")
