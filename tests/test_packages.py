@@ -143,6 +143,7 @@ for words in (
     "search q.png --sheet sheet.pdf",
     "serve nope",
     "duplicates nope",
+    "check nope",
 ):
     assert main(words.split()) == 2, words
     assert "torch" not in sys.modules, words
