@@ -213,6 +213,20 @@ def test_all_unreadable_images_and_one_class_are_reported(tmp_path, embedder):
     assert b"unreadable images" in health.page(tmp_path / "h.html").read_bytes().lower()
 
 
+def test_vectors_without_information_accuse_no_label():
+    vectors = np.random.default_rng(0).normal(0, 1, (200, 8))
+    health = px.check(VectorCatalog.from_arrays(vectors, np.arange(200) % 4))
+    assert health.label_noise < 0.1
+    assert "label error" not in health.counts
+
+
+def test_labels_of_pairs_are_not_checked():
+    vectors = np.random.default_rng(0).normal(0, 1, (20, 8))
+    health = px.check(VectorCatalog.from_arrays(vectors, np.arange(20) // 2))
+    assert health.label_noise is None
+    assert "none has 3 images" in health.notes[-1]
+
+
 def test_invalid_input_is_rejected(tmp_path, embedder, photos):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no images"):

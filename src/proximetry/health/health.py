@@ -24,7 +24,7 @@ from proximetry.health.embedded_images import EmbeddedImages
 from proximetry.health.file_findings import tiny_images, unreadable_images
 from proximetry.health.finding import KINDS, Finding, suggest_once
 from proximetry.health.label_errors import label_findings
-from proximetry.health.label_model import fit_labels
+from proximetry.health.label_model import MIN_CLASS_SIZE, fit_labels
 from proximetry.models import Embedder
 from proximetry.models.weights import packaged_backbone
 from proximetry.search.indexing import load_model
@@ -33,7 +33,7 @@ from proximetry.search.manifest import Report, ignore
 Images: TypeAlias = Catalog | str | os.PathLike[str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Health:
     """The problems of a dataset.
 
@@ -132,11 +132,13 @@ def check(
         catalog.has_paths and os.path.exists(catalog.file(0))
     )
     part = EmbeddedImages.search(catalog, rows, vectors, has_files, progress)
-    if len(part.class_sizes) > 1:
+    if len(part.class_sizes) > 1 and part.class_sizes.max() >= MIN_CLASS_SIZE:
         labels = fit_labels(part.vectors, part.codes, part.neighbors)
         wrong_labels[rows] = labels.wrong
     else:
-        notes.append("only one class: labels are not checked")
+        notes.append(
+            f"labels are not checked: there is only one class, or none has {MIN_CLASS_SIZE} images"
+        )
     copies = [*copy_findings(part, find_copies(part), labels)]
     handled = {finding.rows[0] for finding in copies}
     label_errors = label_findings(part, labels) if labels else ()

@@ -27,7 +27,7 @@ _RIDGE = 5.0  # times the mean eigenvalue of the covariance
 _SAMPLE = 1 << 23  # scores that ε, a and b are fitted to
 _BLOCK = 1 << 24  # scores in memory at a time
 _STEPS = 50  # of L-BFGS
-_PRIOR = 3.0  # wrong labels, added to those observed
+_PRIOR = (3.0, 97.0)  # wrong and right labels, added to those observed
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,8 @@ def _maximize_posterior(
         given = (a * scores + b * votes).log_softmax(1).gather(1, labels[:, None])[:, 0]
         log_noise, log_clean = F.logsigmoid(values[2]), F.logsigmoid(-values[2])
         likelihood = torch.logaddexp(log_clean + given, log_noise - log(scores.shape[1]))
-        loss = -(likelihood.sum() + _PRIOR * log_noise) / len(labels)
+        prior = _PRIOR[0] * log_noise + _PRIOR[1] * log_clean
+        loss = -(likelihood.sum() + prior) / len(labels)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
