@@ -125,7 +125,7 @@ def copy_findings(
     Images of held-out splits are kept first, then those whose label is more probable. But a single
     held-out image of a series of images moves to the split of the others.
     """
-    names, splits = images.catalog.labels, [*images.catalog.splits]
+    names, splits = [*images.catalog.labels], [*images.catalog.splits]
     wrong = np.zeros(len(splits)) if labels is None else labels.wrong
     partners: dict[int, dict[int, float]] = {}
     for (a, b), score in zip(copies.pairs.tolist(), copies.scores.tolist(), strict=True):
