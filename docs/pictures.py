@@ -22,6 +22,7 @@ import skimage.data
 from PIL import Image
 from playwright.sync_api import Locator, Page, sync_playwright
 
+from proximetry import check
 from proximetry.models import Embedder
 from proximetry.search import contact_sheet, index
 
@@ -60,6 +61,7 @@ def main() -> None:
             contact_sheet(Path(folder) / "sheet.html", queries, gallery.search(queries, k=5))
             page.goto((Path(folder) / "sheet.html").as_uri())
             save("neighbors", clip(page, page.locator("body")))
+            health(page, photos, Path(folder))
             report(page, run / "report.html")
             with served(gallery.path) as address:
                 search_page(page, address, queries[0])
@@ -97,6 +99,19 @@ def explain(embedder: Embedder) -> None:
     file = io.BytesIO()
     embedder.explain(a, b).image().save(file, "PNG")
     save("explain", file.getvalue())
+
+
+def health(page: Page, photos: Path, folder: Path) -> None:
+    """Take a screenshot of the health of the photographs with a few problems."""
+    problems = folder / "problems"
+    shutil.copytree(photos, problems)
+    Image.open(problems / "coffee/03.jpg").transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(
+        problems / "rocket/coffee.jpg"
+    )
+    (problems / "chelsea/05.jpg").rename(problems / "astronaut/cat.jpg")
+    check(problems).page(folder / "health.html")
+    page.goto((folder / "health.html").as_uri())
+    save("check", clip(page, page.locator("#labels")))
 
 
 def report(page: Page, file: Path) -> None:
