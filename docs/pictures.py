@@ -22,6 +22,8 @@ import skimage.data
 from PIL import Image
 from playwright.sync_api import Locator, Page, sync_playwright
 
+from proximetry import check
+from proximetry.models import Embedder
 from proximetry.search import contact_sheet, index
 
 PICTURES = Path(__file__).parent / "pictures"
@@ -54,10 +56,12 @@ def main() -> None:
         photos = Path(folder) / "photos"
         queries = make_crops(photos)
         gallery = index(photos, Path(folder) / "gallery")
+        explain(gallery.embedder)
         with browser() as page:
             contact_sheet(Path(folder) / "sheet.html", queries, gallery.search(queries, k=5))
             page.goto((Path(folder) / "sheet.html").as_uri())
             save("neighbors", clip(page, page.locator("body")))
+            health(page, photos, Path(folder))
             report(page, run / "report.html")
             with served(gallery.path) as address:
                 search_page(page, address, queries[0])
@@ -87,6 +91,29 @@ def random_crop(photo: Image.Image, draw: np.random.Generator) -> Image.Image:
     return photo.crop((left, top, left + side, top + side)).resize((320, 320))
 
 
+def explain(embedder: Embedder) -> None:
+    """Draw why an astronaut, in front of a model of a shuttle, is similar to a rocket."""
+    crops = {"astronaut.png": (200, 0, 512, 312), "rocket.jpg": (100, 0, 500, 400)}
+    photos = Path(skimage.data.__file__).parent
+    a, b = (Image.open(photos / name).convert("RGB").crop(box) for name, box in crops.items())
+    file = io.BytesIO()
+    embedder.explain(a, b).image().save(file, "PNG")
+    save("explain", file.getvalue())
+
+
+def health(page: Page, photos: Path, folder: Path) -> None:
+    """Take a screenshot of the health of the photographs with a few problems."""
+    problems = folder / "problems"
+    shutil.copytree(photos, problems)
+    Image.open(problems / "coffee/03.jpg").transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(
+        problems / "rocket/coffee.jpg"
+    )
+    (problems / "chelsea/05.jpg").rename(problems / "astronaut/cat.jpg")
+    check(problems).page(folder / "health.html")
+    page.goto((folder / "health.html").as_uri())
+    save("check", clip(page, page.locator("#labels")))
+
+
 def report(page: Page, file: Path) -> None:
     """Take screenshots of parts of the report of the run."""
     page.goto(file.resolve().as_uri())
@@ -97,6 +124,7 @@ def report(page: Page, file: Path) -> None:
 def search_page(page: Page, address: str, query: Path) -> None:
     """Take a screenshot of ``proximetry serve`` after a search by an image."""
     page.goto(address)
+    page.wait_for_selector("#grid .card")
     page.locator("input[type=file]").first.set_input_files(query)
     page.wait_for_selector("#preview:not([hidden])")
     page.wait_for_load_state("networkidle")

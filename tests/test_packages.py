@@ -21,16 +21,17 @@ ALLOWED = {
     "recipe": {"losses", "metrics", "models", "data"},
     "kernels": set(),
     "data": {"kernels"},
-    "models": {"data"},
+    "models": {"data", "metrics"},
     "faces": {"metrics", "models", "data"},
     "training": {"losses", "metrics", "models", "data", "kernels", "recipe"},
     "search": {"metrics", "models", "data"},
+    "health": {"metrics", "models", "data", "search", "reports"},
     "reports": {"losses", "metrics", "models", "data", "recipe", "training"},
     "reproduce": {"losses", "metrics", "models", "data", "recipe", "training"},
     "web": {"metrics", "models", "data", "search"},
     "cli": {
         *("losses", "metrics", "models", "data", "recipe", "training", "search"),
-        *("faces", "reports", "reproduce", "web"),
+        *("faces", "health", "reports", "reproduce", "web"),
     },
 }
 
@@ -142,6 +143,7 @@ for words in (
     "search q.png --sheet sheet.pdf",
     "serve nope",
     "duplicates nope",
+    "check nope",
 ):
     assert main(words.split()) == 2, words
     assert "torch" not in sys.modules, words

@@ -14,6 +14,7 @@ from proximetry._util.imports import lazy_exports
 
 if TYPE_CHECKING:
     from proximetry.data import Catalog
+    from proximetry.health import Health, check
     from proximetry.metrics import Metrics, evaluate, retrieve
     from proximetry.models import Embedder
     from proximetry.recipe import Recipe
@@ -26,9 +27,11 @@ __all__ = [
     "Catalog",
     "Embedder",
     "Gallery",
+    "Health",
     "Metrics",
     "Recipe",
     "Run",
+    "check",
     "evaluate",
     "index",
     "retrieve",
@@ -39,6 +42,7 @@ _PACKAGES = (
     "kernels",
     "data",
     "faces",
+    "health",
     "losses",
     "metrics",
     "models",
@@ -53,6 +57,7 @@ _load = lazy_exports(
     __name__,
     {
         "data": ("Catalog",),
+        "health": ("Health", "check"),
         "metrics": ("Metrics", "evaluate", "retrieve"),
         "models": ("Embedder",),
         "run": ("Run", "train"),

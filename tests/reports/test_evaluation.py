@@ -17,7 +17,7 @@ from proximetry.models import Embedder
 from proximetry.reports import RunRecord, evaluate_run
 from proximetry.reports.run_evaluation import MAX_MAP_IMAGES
 from proximetry.reports.run_proxies import measure_use, read_proxies
-from proximetry.reports.run_sections import classes_section, confused_pairs
+from proximetry.reports.run_sections import classes_section, confused_pairs, explain_nearest
 
 
 def rankings(result):
@@ -86,6 +86,18 @@ def test_confused_classes(evaluations):
     assert all(there >= back for _, _, there, back in pairs)
     sums = [there + back for _, _, there, back in pairs]
     assert sums == sorted(sums, reverse=True)
+
+
+def test_explains_nearest_image(evaluations, monkeypatch):
+    result = evaluations[0]
+    query = result.extremes(1, best=False)[0]
+    nearest = result.gallery[result.neighbors[query].ids[0, 0]]
+    files = [result.catalog.file(int(row)) for row in (result.queries[query], nearest)]
+    expected = result.embedder.explain(*files).image(side=224)
+    assert explain_nearest(result, query).tobytes() == expected.tobytes()
+    euclidean = replace(result.embedder.architecture, similarity="euclidean")
+    monkeypatch.setattr(result.embedder, "architecture", euclidean)
+    assert explain_nearest(result, query) is None
 
 
 def test_roles_separate_queries_and_gallery(evaluations, records, table, tmp_path):

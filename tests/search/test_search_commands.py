@@ -186,6 +186,8 @@ def test_removed_results_are_marked(tmp_path):
         ("path", "label"),
         scores=None,
         queries=["query.png"],
+        calibration=None,
+        prior=0.5,
         _positions=np.array([[5]]),
         _take=lambda places, columns: {name: [None] for name in columns},
     )

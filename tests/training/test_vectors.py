@@ -209,8 +209,8 @@ def test_evaluate_prints_verification_error_and_threshold(tmp_path, capsys):
     vectors, labels = make_vectors()
     np.savez(tmp_path / "v.npz", vectors=vectors, labels=labels)
     for similarity, words in (
-        ("cosine", "cosine similarity of "),
-        ("euclidean", "distance up to "),
+        ("cosine", "cosine ≥ "),
+        ("euclidean", "distance ≤ "),
     ):
         options = ["--verification", "--similarity", similarity]
         assert main(["evaluate", str(tmp_path / "v.npz"), *options, "--json"]) == 0

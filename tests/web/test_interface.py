@@ -18,7 +18,7 @@ from proximetry.search import Gallery, metadata
 from proximetry.web import gallery_map, live_gallery, make_app
 from proximetry.web.middleware import AccessMiddleware
 from tests.search.conftest import make_embedder, make_table, make_vectors
-from tests.web.conftest import CLASSES, EACH, client_of, png
+from tests.web.conftest import CLASSES, EACH, TOKEN, bomb, client_of, png
 
 TOTAL = CLASSES * EACH
 
@@ -41,6 +41,66 @@ def test_upload_search_equals_gallery_search(client, shared):
     assert answer.json()["query"] is None
     assert answer.json()["prediction"] == expected.predictions[0]._asdict()
     assert "model;dur=" in answer.headers["server-timing"]
+
+
+def test_explain_returns_image_of_upload_or_item(client, shared):
+    paths = shared.rows([3, 7], ["path"])["path"]
+    expected = shared.embedder.explain(*paths).image()
+    answer = client.post("/explain", data={"id": 3, "result": 7})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "image/webp"
+    with Image.open(BytesIO(answer.content)) as picture:
+        assert picture.size == expected.size
+        difference = np.asarray(picture.convert("RGB"), float) - np.asarray(expected, float)
+        assert abs(difference).mean() < 6  # WebP is lossy
+    uploaded = client.post("/explain", files={"image": ("x.png", png())}, data={"result": 7})
+    assert uploaded.status_code == 200
+    assert uploaded.content != answer.content
+    assert client.get("/gallery").json()["explains"]
+
+
+def test_explain_needs_token(shared):
+    with client_of(shared.path, TOKEN) as client:
+        data = {"id": 3, "result": 7}
+        assert client.post("/explain", data=data).status_code == 401
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        assert client.post("/explain", data=data, headers=headers).status_code == 200
+        foreign = {**headers, "origin": "http://evil.example"}
+        assert client.post("/explain", data=data, headers=foreign).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "message"),
+    [
+        ({"data": {"id": 3, "result": 10**6}}, 404, "no image has the id 1000000"),
+        ({"data": {"id": 10**6, "result": 3}}, 404, "no image has the id 1000000"),
+        ({"data": {"id": 3}}, 422, "result"),
+        ({"data": {"result": 3}}, 422, "pass an image, or the id"),
+        ({"data": {"id": 3, "result": 3, "k": 5}}, 422, "no field 'k'"),
+        ({"data": {"result": 3}, "files": {"image": b"hello"}}, 415, "not an image"),
+        ({"data": {"result": 3}, "files": {"image": bomb()}}, 415, "too large"),
+    ],
+)
+def test_explain_rejects_invalid_requests(client, request_, status, message):
+    answer = client.post("/explain", **request_)
+    assert answer.status_code == status, answer.text
+    assert message in answer.json()["detail"]
+
+
+def test_explain_of_missing_file_and_unsupported_embedder(tmp_path, editable, editable_client):
+    (path,) = editable.rows([3], ["path"])["path"]
+    os.remove(path)
+    answer = editable_client.post("/explain", data={"id": 3, "result": 7})
+    assert answer.status_code == 410
+    assert str(tmp_path) not in answer.text
+    images = editable.rows([4, 5], ["path"])["path"]
+    embedder = make_embedder(normalize=False)  # Euclidean
+    gallery = Gallery.build(embedder, images, tmp_path / "euclidean")
+    with client_of(gallery.path) as client:
+        assert not client.get("/gallery").json()["explains"]
+        answer = client.post("/explain", data={"id": 0, "result": 1})
+        assert answer.status_code == 422
+        assert "euclidean" in answer.json()["detail"]
 
 
 def test_large_upload_equals_its_stored_vector(tmp_path):
@@ -346,7 +406,8 @@ def test_euclidean_threshold(tmp_path):
 
 def test_openapi(client):
     document = client.get("/openapi.json").json()
-    paths = {"/search", "/items/{item}", "/items/{item}/image", "/map", "/gallery", "/healthz"}
+    paths = {"/search", "/explain", "/items/{item}", "/items/{item}/image"}
+    paths |= {"/map", "/gallery", "/healthz"}
     assert set(document["paths"]) == paths
     form = document["paths"]["/search"]["post"]["requestBody"]["content"]
     assert "multipart/form-data" in form

@@ -121,6 +121,26 @@ def test_start_page_and_search_by_click(visit, shared):
     until(page, f"document.querySelector('#query-caption').textContent.startsWith('{label}')")
 
 
+@pytest.mark.parametrize("query", ["item", "upload"])
+def test_why_shows_explanation_of_result(visit, query):
+    page = visit()
+    if query == "item":
+        page.locator("#grid .card").first.click()
+    else:
+        give(page, "pick", png())
+    ranks(page)
+    why = page.locator("#grid .why").nth(1)
+    assert why.get_attribute("aria-label") == "Why is rank 2 similar?"
+    url = page.url
+    why.click()
+    page.wait_for_selector("#why-image:not([hidden])")
+    until(page, "document.querySelector('#why-image').naturalWidth > 400")
+    assert page.locator("#why-title").inner_text().startswith("Why rank 2, class")
+    page.keyboard.press("Escape")
+    assert not page.locator("#why").is_visible()
+    assert page.url == url
+
+
 def transfer(page, name, kind, content):
     return page.evaluate_handle(
         """([name, kind, bytes]) => {

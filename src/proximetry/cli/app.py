@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 MAX_MESSAGE = 2000  # characters: a message may quote a long value
 # Each is a module with a function of the same name.
 _COMMANDS = (
-    *("compare", "demo", "duplicates", "embed", "evaluate", "export", "index", "push", "report"),
-    *("reproduce", "search", "serve", "train"),
+    *("calibrate", "check", "compare", "demo", "duplicates", "embed", "evaluate", "explain"),
+    *("export", "index", "push", "report", "reproduce", "same", "search", "serve", "train"),
 )
 # The groups of `proximetry --help`; other commands are advanced.
 _GROUPS = {
     "Train": ("train", "demo", "recipes", "losses", "backbones"),
-    "Evaluate": ("evaluate", "report", "compare", "metrics"),
-    "Search": ("index", "search", "serve", "duplicates", "embed"),
-    "Data": ("datasets", "cache"),
+    "Evaluate": ("evaluate", "calibrate", "report", "compare", "metrics"),
+    "Search": ("index", "search", "serve", "same", "explain", "duplicates", "embed"),
+    "Data": ("check", "datasets", "cache"),
     "Faces": ("faces",),
     "Advanced": (),
 }

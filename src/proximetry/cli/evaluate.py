@@ -1,6 +1,6 @@
 """`proximetry evaluate`: retrieval metrics of an embedder or of vectors."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -155,6 +155,7 @@ def evaluate(
         "classes": len(catalog.class_names),
         **describe(evaluations, arguments, per_class=per_class, confusions=confusions),
         **({"rows": rows} if rows else {}),
+        **_describe_calibration(model, vectors, catalog.labels),
         "layout": catalog.layout,
         "notes": [*catalog.notes, *notes],
         "skipped": skipped,
@@ -221,6 +222,38 @@ def describe(
     return document
 
 
+def _describe_calibration(model: Any, vectors: Any, labels: Sequence[str]) -> dict[str, Any]:
+    """Return the rates at the thresholds of a calibrated embedder; empty with too few classes."""
+    from proximetry.metrics import evaluate_calibration
+
+    calibration = None if model is None else model.calibration
+    if calibration is None:
+        return {}
+    try:
+        result = evaluate_calibration(calibration, vectors, labels)
+    except ValueError:
+        return {}
+    return {
+        "calibration": {
+            "error": result.error,
+            "pairs": [rate._asdict() for rate in result.pairs],
+            "gallery": [rate._asdict() for rate in result.gallery],
+        }
+    }
+
+
+def _calibration_lines(values: Mapping[str, Any]) -> str:
+    names = {"pairs": "false accepts of pairs", "gallery": "unknown queries accepted"}
+    lines = [f"calibration: expected error {values['error']:.3f}"]
+    for key, name in names.items():
+        rates = (
+            f"{100 * one['false_accepts']:.3g} % (target {100 * one['target']:g} %)"
+            for one in values[key]
+        )
+        lines.append(f"  {name}: {', '.join(rates) or 'not measurable'}")
+    return "\n".join(lines)
+
+
 def as_text(document: Mapping[str, Any], name: str) -> str:
     """Return the tables of an evaluation."""
     from proximetry.cli import evaluate_search_methods
@@ -241,6 +274,8 @@ def as_text(document: Mapping[str, Any], name: str) -> str:
         parts.append("No confidence intervals: all queries have the same class.")
     if "verification" in document:
         parts.append(_verification_line(document["verification"], document["similarity"]))
+    if "calibration" in document:
+        parts.append(_calibration_lines(document["calibration"]))
     if "rows" in document:
         parts += evaluate_search_methods.as_text(document["rows"])
     if "per_class" in document:

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from proximetry.cli.inputs import processes
+from proximetry.cli.inputs import load_embedder, processes
 from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Document
 from proximetry.cli.output import check_out, echo, print_result, progress_bar
+from proximetry.cli.same import as_text, compare_images
 from proximetry.faces import Keep, Size
 
 INPUT = (
@@ -116,23 +117,33 @@ def verify(
     *,
     options: Options = DEFAULTS,
     roc: Path | None = None,
+    far: float = 1e-3,
 ) -> None:
-    """Verify pairs of faces (same person or not): LFW, YTF, or a custom list.
+    """Verify pairs of faces (same person or not): LFW, YTF, a custom list, or two images.
 
-    Prints the accuracy with its standard error over the folds (each fold's threshold is chosen on
-    the others), AUC, EER, and TAR at FAR.
+    Of two aligned images, prints whether they show the same person; the embedder must be calibrated
+    (`proximetry calibrate`). Of a list of pairs, prints the accuracy with its standard error over
+    the folds (each fold's threshold is chosen on the others), AUC, EER, and TAR at FAR.
 
     Args:
         images: folder with <person>/<person>_0001.jpg (any image extension), the layout of LFW and
-            of `proximetry faces align`; for videos <person>/<video>/<frames>.
-        pairs: LFW's pairs.txt, YTF's splits.txt, or CSV: image,image,same[,fold].
+            of `proximetry faces align`; for videos <person>/<video>/<frames>. Or an image.
+        pairs: LFW's pairs.txt, YTF's splits.txt, or CSV: image,image,same[,fold]. Or the other
+            image.
         roc: also draw the ROC curve to this .svg file.
+        far: the false accept rate of the decision on two images, one that was calibrated.
     """
+    from proximetry.data.folders import is_image
     from proximetry.faces import read_protocol
     from proximetry.faces.verify import draw_roc, verify_pairs
 
     check_out(roc, [".svg"], [pairs, embedder], "--roc")
     check_out(options.out, [".json"], [pairs, embedder])
+    if is_image(images.name) and is_image(pairs.name):
+        model = load_embedder(embedder, options.device)
+        decision = compare_images(model, str(embedder), images, pairs, far)
+        print_result(options.as_json, decision, as_text(decision), options.out)
+        return
     protocol = read_protocol(pairs, images, options.bad_images)
     result = options.run("verifying", verify_pairs, embedder, protocol)
     if result is None:

@@ -69,6 +69,11 @@ def search(
     lists = [(name, _list_results(result, columns, row)) for row, name in enumerate(names)]
     predictions = result.predictions
     tables = [_table(name, images, result.similarity) for name, images in lists]
+    if result.threshold is not None:
+        tables = [
+            table if len(images) and images[0]["match"] else f"{table}\n  {_no_match(result)}"
+            for table, (_, images) in zip(tables, lists, strict=True)
+        ]
     if predict:
         tables = [
             f"{table}\n  class: {one}" for table, one in zip(tables, predictions, strict=True)
@@ -102,8 +107,25 @@ def _list_results(
         images.append({"id": int(image), "similarity": similarity})
         if result.scores is not None:
             images[-1]["score"] = round(float(result.scores[row, rank]), 6)
+        if result.probabilities is not None:
+            images[-1]["probability"] = round(float(result.probabilities[row, rank]), 4)
+            images[-1]["match"] = bool(result.is_match[row, rank])
         images[-1] |= {name: column[row, rank] for name, column in columns.items()}
     return images
+
+
+def _no_match(result: "SearchResult") -> str:
+    """Explain that the nearest image of a query is below the threshold."""
+    assert result.threshold is not None
+    assert result.calibration is not None
+    point = max(result.calibration.gallery, key=lambda one: one.target)
+    bound = f"cosine ≥ {result.threshold:.4f}"
+    if result.similarity == "euclidean":
+        bound = f"distance ≤ {-result.threshold:.4f}"
+    return (
+        f"no match: {bound} is needed, which {100 * point.target:g} % of unknown and "
+        f"{100 * point.true_accepts:.0f} % of known queries reach"
+    )
 
 
 def _table(name: str, images: Sequence[Mapping[str, Any]], similarity: str) -> str:
@@ -115,11 +137,14 @@ def _table(name: str, images: Sequence[Mapping[str, Any]], similarity: str) -> s
     heading, sign = ("cosine", 1) if similarity == "cosine" else ("distance", -1)
     header = f"  {'':>4}  {heading:>8}  "
     header += f"{'score':>8}  " if "score" in images[0] else ""
+    header += f"{'same':>5}  " if "probability" in images[0] else ""
     header += f"{'class':{width}}  " if width else ""
     lines = [name, f"{header}image"]
     for rank, (image, label) in enumerate(zip(images, labels, strict=True), 1):
         line = f"  {rank:>4}  {sign * image['similarity']:8.4f}  "
         line += f"{image['score']:8.4f}  " if "score" in image else ""
+        if "probability" in image:
+            line += f"{100 * image['probability']:3.0f} %  "
         line += f"{shorten(label, width):{width}}  " if width else ""
         lines.append(line + relative_path(image["path"]))
     return "\n".join(lines)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from proximetry.data.catalog import *
     from proximetry.data.datasets import *
     from proximetry.data.datasets.glyphs import *
+    from proximetry.data.health_check import *
     from proximetry.data.images import *
     from proximetry.data.pixel_cache import *
     from proximetry.data.samplers import *
@@ -24,6 +25,7 @@ _EXPORTS = {
     "catalog": "Catalog",
     "datasets": "DatasetInfo list_datasets open_dataset resolve_source",
     "datasets.glyphs": "glyphs",
+    "health_check": "health",
     "images": "ImageError open_image resize_and_center_crop",
     "samplers": "ClassBalancedSampler ShuffledSampler StreamedSampler",
     "vectors": "VectorCatalog",

@@ -31,6 +31,7 @@ from proximetry.data.folders import (
     shard_members,
     split_shard_path,
 )
+from proximetry.data.suggestions import read_suggestions
 from proximetry.data.tables import (
     TEXT,
     Column,
@@ -207,6 +208,37 @@ class Catalog:
             replace(piece, splits=(name,) * len(piece))
             for piece, name in zip(pieces, names, strict=True)
         )
+
+    def apply_suggestions(self, file: AnyPath) -> Self:
+        """Return the catalog with the suggestions of a CSV file: drop, relabel or move images.
+
+        `proximetry check` writes such files; edit them as you like. Columns: path (as in `paths`),
+        action ("drop", "relabel" or "move"), label, split. Image files do not change.
+        """
+        rows = {path: row for row, path in enumerate(self.paths)}
+        labels, splits, dropped = [*self.labels], [*self.splits], set[int]()
+        counts, changed = Counter[str](), set[int]()
+        for number, suggestion in enumerate(read_suggestions(Path(file)), 1):
+            row, path = rows.get(suggestion.path), f"{suggestion.path!r} (row {number})"
+            if row is None:
+                raise ValueError(f"{file}: no image {path} in {self.root}. Check the images again.")
+            if row in changed:
+                raise ValueError(f"{file}: two suggestions for {path}. Remove one.")
+            changed.add(row)
+            counts[suggestion.action] += 1
+            if suggestion.action == "drop":
+                dropped.add(row)
+            elif suggestion.action == "relabel":
+                labels[row] = suggestion.label
+            else:
+                splits[row] = suggestion.split
+        done = ", ".join(f"{action} {count}" for action, count in counts.items()) or "none"
+        note = f"suggestions applied from {os.fspath(file)}: {done}"
+        try:
+            part = replace(self, labels=labels, splits=splits, notes=(*self.notes, note))
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(file)}: {error}") from None
+        return part.subset([row for row in range(len(self)) if row not in dropped])
 
     def missing_files(self) -> list[int]:
         """Return the rows whose file or shard member does not exist."""

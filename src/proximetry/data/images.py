@@ -280,6 +280,17 @@ def resize_and_center_crop(
     return image.crop((left, top, left + width, top + height))
 
 
+def center_crop_box(
+    image: Image.Image, resize: Size, crop: int | tuple[int, int]
+) -> tuple[float, float, float, float]:
+    """Return the part of an image that `resize_and_center_crop` keeps: left, top, right, bottom."""
+    height, width = crop_size(crop)
+    scaled = scaled_size(*image.size, resize, _name(image))
+    left, top = round((scaled[0] - width) / 2), round((scaled[1] - height) / 2)
+    x, y = image.width / scaled[0], image.height / scaled[1]
+    return left * x, top * y, (left + width) * x, (top + height) * y
+
+
 def _name(source: Source) -> str:
     if isinstance(source, str | os.PathLike):
         return os.fspath(source)

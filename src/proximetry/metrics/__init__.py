@@ -10,6 +10,8 @@ from proximetry._util.imports import lazy_exports
 from proximetry.metrics.scores import Metrics
 
 if TYPE_CHECKING:
+    from proximetry.metrics.calibration import *
+    from proximetry.metrics.calibration_fitting import *
     from proximetry.metrics.clustering import *
     from proximetry.metrics.embedding_map import *
     from proximetry.metrics.evaluation import *
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from proximetry.metrics.verification_pairs import *
 
 _EXPORTS = {
+    "calibration": "Calibration OperatingPoint",
+    "calibration_fitting": "CalibrationResult Rate calibrate evaluate_calibration",
     "clustering": "KMeans PairwiseF1 ami cluster kmeans nmi pairwise_f1",
     "evaluation": "Evaluation evaluate score_result",
     "identification": "Identification identify",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from proximetry.models.architecture import Architecture
     from proximetry.models.backbones import evaluation_mode, freeze_batchnorm, list_backbones
     from proximetry.models.embedder import Embedder
+    from proximetry.models.explanation import Explanation
     from proximetry.models.pooling import GeM
     from proximetry.models.preprocessing import Preprocessing, Tensors
     from proximetry.models.weights import WeightsError, WeightsRecord
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Architecture",
     "Embedder",
+    "Explanation",
     "GeM",
     "Preprocessing",
     "Tensors",
@@ -34,6 +36,7 @@ __getattr__ = lazy_exports(
         "architecture": ("Architecture",),
         "backbones": ("evaluation_mode", "freeze_batchnorm", "list_backbones"),
         "embedder": ("Embedder",),
+        "explanation": ("Explanation",),
         "pooling": ("GeM",),
         "preprocessing": ("Preprocessing", "Tensors"),
         "weights": ("WeightsError", "WeightsRecord"),

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from numbers import Integral
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,10 @@ from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_value, join_first, shorten
 from proximetry._util.machine import preserve_rng_state, resolve_device
 from proximetry._util.tensors import binary_codes, l2_normalize
-from proximetry._util.types import is_integer
+from proximetry._util.types import Progress, is_integer
+from proximetry.data import Catalog, VectorCatalog
+from proximetry.metrics.calibration import Calibration
+from proximetry.metrics.calibration_fitting import calibrate
 from proximetry.models.architecture import Architecture
 from proximetry.models.backbones import (
     Features,
@@ -39,9 +42,17 @@ from proximetry.models.backbones import (
 from proximetry.models.constants import CUSTOM, HUB, ONNX, VECTOR_BACKBONES, Similarity
 from proximetry.models.encoding import embed_images
 from proximetry.models.pooling import POOLING_LAYERS
-from proximetry.models.preprocessing import ImageSources, Input, Preprocessing, Tensors
-from proximetry.models.storage import EXTRAS, find_embedder, read_embedder, write_embedder
+from proximetry.models.preprocessing import ImageSource, ImageSources, Input, Preprocessing, Tensors
+from proximetry.models.storage import (
+    find_embedder,
+    read_calibration,
+    read_embedder,
+    write_embedder,
+)
 from proximetry.models.weights import RANDOM, WeightsRecord, load_weights
+
+if TYPE_CHECKING:
+    from proximetry.models.explanation import Explanation
 
 _MAX_HEAD = 2**30  # weights: 4 GB
 _LARGE_NETWORK = 2**27  # weights: 0.5 GB
@@ -64,10 +75,12 @@ class Embedder(nn.Module):
         width: dimension of the pooled features.
         dim: dimension of the vectors.
         bits: length of the trained binary codes, or None.
+        channels_last: whether the backbone's feature map is [B, H, W, channels].
         takes_images: whether the input is images rather than tensors.
         class_names: training classes, if saved.
         metrics: metrics, if saved.
         recipe: training recipe, if saved.
+        calibration: what similarities mean, if it was measured (`calibrate`).
     """
 
     def __init__(
@@ -102,6 +115,7 @@ class Embedder(nn.Module):
         self.class_names: list[str] | None = None
         self.metrics: dict[str, Any] | None = None
         self.recipe: dict[str, Any] | None = None
+        self.calibration: Calibration | None = None
         self.backbone = model
         self.pooling = POOLING_LAYERS.get(features.pooling, nn.Identity)()
         self.head: nn.Module = nn.Identity()
@@ -109,7 +123,7 @@ class Embedder(nn.Module):
             self.head = nn.Linear(features.width, architecture.dim)
             nn.init.kaiming_normal_(self.head.weight, mode="fan_out")
             nn.init.zeros_(self.head.bias)
-        self._channels_last, self._dropped = features.channels_last, features.dropped
+        self.channels_last, self._dropped = features.channels_last, features.dropped
         self._frozen = {n for n, value in model.named_parameters() if not value.requires_grad}
 
     @classmethod
@@ -273,27 +287,34 @@ class Embedder(nn.Module):
         if stage == "pixels":
             batch = self.preprocessing.normalize(batch)
         batch = batch.to(next(self.parameters(), batch).dtype)  # match a half-precision network
-        pooled = self._pooled(batch)
         if self.training:
-            return pooled
+            return self._pooled(batch)
+        views = self.views(batch)
+        pooled = self._pooled(views[0])
+        for view in views[1:]:
+            pooled = pooled + self._pooled(view)
+        return pooled / len(views) if len(views) > 1 else pooled
+
+    def views(self, batch: Tensor) -> list[Tensor]:
+        """Return the views of test-time augmentation: the batch, its center crops, their flips."""
         views = [batch]
         views += [_center_zoom(batch, fraction) for fraction in self.architecture.tta_crops]
         if self.architecture.flip_tta:
             views += [view.flip(3) for view in views]
-        for view in views[1:]:
-            pooled = pooled + self._pooled(view)
-        return pooled / len(views) if len(views) > 1 else pooled
+        return views
 
     def _pooled(self, pixels: Tensor) -> Tensor:
         if self.architecture.pooling == "token":
             return self.backbone(pixels)  # type: ignore[no-any-return]
         if self.architecture.pooling == "cls-avg":
             return class_and_patches(self.backbone, pixels)
-        model: Any = self.backbone
-        feature_map = model.forward_features(pixels)
-        if self.architecture.pooling == "pre-logits":
-            return model.forward_head(feature_map, pre_logits=True)  # type: ignore[no-any-return]
-        if self._channels_last:
+        return self.pool(cast(Any, self.backbone).forward_features(pixels))
+
+    def pool(self, feature_map: Tensor) -> Tensor:
+        """Return the pooled features [B, width] of the output of the backbone's last layer."""
+        if self.architecture.pooling in ("pre-logits", "token"):
+            return self.backbone.forward_head(feature_map, pre_logits=True)  # type: ignore
+        if self.channels_last:
             feature_map = feature_map.permute(0, 3, 1, 2)
         return self.pooling(feature_map).flatten(1)  # type: ignore[no-any-return]
 
@@ -430,6 +451,68 @@ class Embedder(nn.Module):
             similarities = l2_normalize(rows)[0] @ l2_normalize(columns)[0].T
         return similarities.reshape(left.shape[:-1] + right.shape[:-1])
 
+    def calibrate(
+        self,
+        catalog: Catalog,
+        *,
+        gallery_images: int = 5,
+        batch_size: int = 64,
+        progress: Progress | None = None,
+    ) -> Calibration:
+        """Measure what similarities mean, on images of classes that were not trained on.
+
+        Classes with the names of training classes are excluded. The result is also kept as
+        `calibration`, which `save` stores and `Gallery.search` uses.
+
+        Args:
+            catalog: images (or tensors) of at least ten other classes.
+            gallery_images: as in `metrics.calibrate`.
+            batch_size: images per forward pass.
+            progress: called with (done, total).
+
+        Raises:
+            ValueError: as `metrics.calibrate`.
+        """
+        rows = np.flatnonzero(~np.isin(catalog.labels, self.class_names or []))
+        if not len(rows):
+            raise UsageError(
+                f"the embedder was trained on all classes of {catalog.root}, by their names. "
+                "Calibrate with images of other classes."
+            )
+        catalog = catalog.subset(rows)
+        inputs: Any = [catalog.file(row) for row in range(len(catalog))]
+        if isinstance(catalog, VectorCatalog) and not self.takes_images:
+            inputs = catalog.vectors
+        vectors = self.encode(
+            inputs,
+            batch_size,
+            progress=None if progress is None else lambda done: progress(done, len(inputs)),
+        )
+        self.calibration = calibrate(
+            vectors,
+            catalog.labels,
+            similarity=self.architecture.similarity,
+            gallery_images=gallery_images,
+        )
+        return self.calibration
+
+    def explain(self, a: ImageSource, b: ImageSource) -> "Explanation":
+        """Split the cosine of two images into contributions of their positions.
+
+        For poolings that are sums over positions: "avg", "max", "avg+max", "gem", "flatten", the
+        default pooling of most networks, and transformers that average their tokens.
+
+        Args:
+            a: an image, as for `encode`.
+            b: the other image.
+
+        Raises:
+            UsageError: for other networks and Euclidean similarity.
+        """
+        from proximetry.models.explain import explain  # circular import
+
+        return explain(self, a, b)
+
     def fingerprint(self) -> str:
         """Return a checksum of network, preprocessing and weights.
 
@@ -504,7 +587,10 @@ class Embedder(nn.Module):
             "architecture": self.architecture.to_json(),
             "preprocessing": asdict(self.preprocessing),
             "weights": asdict(self.weights),
-            **{name: getattr(self, name) for name in EXTRAS},
+            "class_names": self.class_names,
+            "metrics": self.metrics,
+            "recipe": self.recipe,
+            "calibration": None if self.calibration is None else self.calibration.to_json(),
             "versions": versions(),
         }
         write_embedder(Path(folder), description, self.state_dict())
@@ -589,8 +675,9 @@ class Embedder(nn.Module):
                 f"{versions()['timm']} (saved with {format_value(description.get('versions'))}): "
                 f"{reason}"
             ) from error
-        for name in EXTRAS:
+        for name in ("class_names", "metrics", "recipe"):
             setattr(embedder, name, description.get(name))
+        embedder.calibration = read_calibration(description, path)
         return embedder.eval().to(device)
 
     def push_to_hub(
@@ -639,7 +726,10 @@ class Embedder(nn.Module):
         network, preprocessing, settings = open_onnx(Path(path), description, device)
         architecture = Architecture(ONNX, 0, "token", False, **settings)
         record = WeightsRecord("file", Path(path).name, network.sha256, 0, [])
-        return cls(network, architecture, preprocessing, record).eval()
+        embedder = cls(network, architecture, preprocessing, record)
+        stored = json.loads(network.metadata.get("calibration", "null"))
+        embedder.calibration = read_calibration({"calibration": stored}, Path(path))
+        return embedder.eval()
 
     @classmethod
     def from_hub(
@@ -692,10 +782,14 @@ def extract_features(embedder: Embedder, batch: Tensor, stage: Stage = "pixels")
 def _center_zoom(pixels: Tensor, fraction: float) -> Tensor:
     """Crop the center of pixels [B, 3, H, W] to a fraction of the sides and enlarge it again."""
     sides = pixels.shape[2:]
-    # Equal margins: cropping commutes with flipping.
-    top, left = (min(round(side * (1 - fraction) / 2), (side - 1) // 2) for side in sides)
+    top, left = (zoom_margin(side, fraction) for side in sides)
     center = pixels[:, :, top : sides[0] - top, left : sides[1] - left]
     return F.interpolate(center, sides, mode="bilinear", align_corners=False)
+
+
+def zoom_margin(side: int, fraction: float) -> int:
+    """Return the pixels to remove at both ends of a side; equal, so that crops can be flipped."""
+    return min(round(side * (1 - fraction) / 2), (side - 1) // 2)
 
 
 def _build(name: str, preprocessing: Input) -> nn.Module:

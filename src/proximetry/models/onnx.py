@@ -100,6 +100,7 @@ def _metadata(embedder: Embedder) -> dict[str, str]:
             f" Binary codes of {embedder.bits} bits are their signs: numpy.packbits(embeddings > "
             "0, axis=1), compared by Hamming distance."
         )
+    calibration = embedder.calibration
     return {
         "proximetry": "embedder",
         **inputs,
@@ -108,6 +109,7 @@ def _metadata(embedder: Embedder) -> dict[str, str]:
         "architecture": json.dumps(network.to_json()),
         "versions": json.dumps(versions()),
         "fingerprint": embedder.fingerprint(),
+        **({} if calibration is None else {"calibration": json.dumps(calibration.to_json())}),
     }
 
 

@@ -26,11 +26,12 @@ from proximetry._util.files import (
 )
 from proximetry._util.formatting import join_first
 from proximetry._util.tensors import contiguous_copy
+from proximetry.metrics.calibration import Calibration
 
 FORMAT = "proximetry embedder"
 VERSION = 1
 DESCRIPTION = "embedder.json"
-EXTRAS = {"class_names": list, "metrics": dict, "recipe": dict}
+EXTRAS = {"class_names": list, "metrics": dict, "recipe": dict, "calibration": dict}
 """Optional metadata of an embedder, and their types."""
 SECOND_STAGE = "second-stage"
 """Subfolder of the final run of ``training.two_stages``."""
@@ -114,6 +115,16 @@ def named_weights(description: Mapping[str, Any], path: Path) -> tuple[str, int]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: the weights file is missing") from error
     return weights_name(digest), size
+
+
+def read_calibration(description: Mapping[str, Any], path: Path) -> Calibration | None:
+    """Return the calibration in a description that was read from `path`, if there is one."""
+    if description.get("calibration") is None:
+        return None
+    try:
+        return Calibration.from_json(description["calibration"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def weights_name(digest: str) -> str:

@@ -89,6 +89,7 @@ Setting = bool | Integer | Number | str
 Text = Annotated[str, AfterValidator(_check_text)]
 Duration = Annotated[str, AfterValidator(_check_duration)]
 UserPath = Annotated[Text, AfterValidator(os.path.expanduser)]
+AbsolutePath = Annotated[UserPath, AfterValidator(os.path.abspath)]
 # These may be "auto" until `auto.choose` sets a value.
 AutoCount = Annotated[Count, WrapValidator(_or_auto)]
 AutoFlag = Annotated[Flag, WrapValidator(_or_auto)]
@@ -121,6 +122,12 @@ class DataConfig(Section):
         None,
         "read classes from file names instead of folders: auto (boxer from boxer_12.jpg), or a "
         "regular expression whose first group is the class",
+    )
+    suggestions: AbsolutePath | None = _key(
+        None,
+        "apply the suggestions of a CSV file that `proximetry check` writes: drop, relabel or move "
+        "images",
+        role="path",
     )
     short_side: Side | None = _key(
         None, "short side of the images in the pixel cache; null uses model.resize"

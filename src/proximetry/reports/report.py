@@ -16,6 +16,7 @@ from proximetry.reports.run_evaluation import RunEvaluation, evaluate_run
 from proximetry.reports.run_proxies import measure_use, read_proxies
 from proximetry.reports.run_record import RunRecord
 from proximetry.reports.run_sections import (
+    calibration_section,
     classes_section,
     curves_section,
     headline,
@@ -92,6 +93,8 @@ def report_page(record: RunRecord, run: RunEvaluation | None) -> bytes:
     sections = [metrics_section(record, run), curves_section(record)]
     if run is not None:
         sections += [queries_section(run), classes_section(run)]
+        if (calibration := calibration_section(run)) is not None:
+            sections.append(calibration)
         try:
             sections.append(map_section(run))
         except _MISSING_INPUT_ERRORS as error:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
+from PIL.Image import Image
 
 from proximetry._util.charts import bar_chart, format_number, format_percent, line_chart
+from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_int, readable_seconds
-from proximetry.data import VectorCatalog
-from proximetry.metrics import Interval, distinct_proxies, map_embeddings, separability
+from proximetry.data import ImageError, VectorCatalog
+from proximetry.metrics import (
+    Interval,
+    distinct_proxies,
+    evaluate_calibration,
+    map_embeddings,
+    separability,
+)
 from proximetry.metrics.intervals import INTERVALS
 from proximetry.metrics.proxy_separability import SAME_DIRECTION
 from proximetry.metrics.scores import COUNTS
@@ -199,14 +209,27 @@ def neighbor_images(
     ]
 
 
+def explain_nearest(run: RunEvaluation, query: int) -> Image | None:
+    """Return a picture of why the nearest image is near; None if it cannot be explained."""
+    nearest = int(run.neighbors[query].ids[0, 0])
+    if nearest < 0:
+        return None
+    try:
+        a, b = (run.catalog.file(int(row)) for row in (run.queries[query], run.gallery[nearest]))
+        return run.embedder.explain(a, b).image(side=224)
+    except (ImageError, UsageError):
+        return None
+
+
 def queries_section(run: RunEvaluation) -> ReportSection:
     """Return the worst and the best queries with their neighbors."""
     scores = run.evaluation.scores[run.ranking_metric]
 
-    def rows(queries: Sequence[int]) -> list[dict[str, Any]]:
+    def rows(queries: Sequence[int], *, explained: bool = False) -> list[dict[str, Any]]:
         return [
             {
                 **image(run, int(run.queries[query])),
+                "why": explain_nearest(run, query) if explained else None,
                 "score": float(scores[query]),
                 "rank": run.first_positive(query),
                 "neighbors": neighbor_images(run, query),
@@ -220,7 +243,7 @@ def queries_section(run: RunEvaluation) -> ReportSection:
         "queries.html",
         measure="cosine" if similarity == "cosine" else f"negative {similarity} distance",
         metric=metric_title(run.ranking_metric),
-        worst=rows(run.extremes(MAX_QUERIES, best=False)),
+        worst=rows(run.extremes(MAX_QUERIES, best=False), explained=True),
         best=rows(run.extremes(MAX_QUERIES // 2, best=True)),
     )
 
@@ -305,6 +328,58 @@ def map_section(run: RunEvaluation) -> ReportSection:
         groups=groups,
         radius=5 if len(rows) <= 500 else 4,
         sprite=sprite([catalog.file(int(row)) for row in rows]),
+    )
+
+
+def calibration_section(run: RunEvaluation) -> ReportSection | None:
+    """Return the thresholds of a calibrated embedder, and the rates on the evaluated images."""
+    calibration = run.embedder.calibration
+    if calibration is None:
+        return None
+    result = None
+    with suppress(ValueError):  # too few classes
+        result = evaluate_calibration(calibration, run.vectors, run.catalog.labels)
+    titles = {
+        "Two images, by false accept rate": (calibration.pairs, result and result.pairs),
+        f"Nearest image in a gallery, {calibration.gallery_images} images per class, by false "
+        "positive identification rate": (calibration.gallery, result and result.gallery),
+    }
+    tables, chart = [], Markup()
+    for title, (points, rates) in titles.items():
+        head = ["target", "threshold", "95 % interval", "accepted, %"]
+        rows = [
+            [
+                f"{100 * point.target:g} %",
+                f"{point.threshold:.3f}",
+                f"{point.low:.3f} – {point.high:.3f}",
+                percent(point.true_accepts),
+            ]
+            for point in points
+        ]
+        if rates:
+            head.append("target measured, %")
+            for row, rate in zip(rows, rates, strict=True):
+                row.append(f"{100 * rate.false_accepts:.3g}")
+        if rows:
+            tables.append((title, head, rows))
+    if result is not None:
+        chart = line_chart(
+            "Reliability: share of same pairs by predicted probability",
+            {
+                "measured": [(100 * p, share) for p, share, _ in result.reliability],
+                "ideal": [(0.0, 0.0), (100.0, 1.0)],
+            },
+            format_value=format_percent,
+            x_label="predicted probability, %",
+            from_zero=True,
+        )
+    return section(
+        "Calibration",
+        "calibration.html",
+        calibration=calibration,
+        result=result,
+        tables=tables,
+        chart=chart,
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,10 +18,12 @@ from proximetry._util.files import name_write_errors
 from proximetry._util.formatting import join_first, pluralize
 from proximetry._util.machine import resolve_device
 from proximetry._util.types import IntArray, Progress, is_integer
+from proximetry.metrics.calibration import Calibration
 from proximetry.metrics.reranking import RERANKED, expand_queries, k_reciprocal_distances
 from proximetry.models import Embedder
 from proximetry.models.constants import Similarity
 from proximetry.models.preprocessing import ImageSource
+from proximetry.models.storage import read_calibration, read_description
 from proximetry.search import indexes, metadata
 from proximetry.search.duplicates import Duplicates, find_duplicates
 from proximetry.search.exact import FloatArray, Hits, as_similarities, merge_hits
@@ -240,6 +243,17 @@ class Gallery:
                 self._check_embedder(loaded, str(self.path / EMBEDDER))
                 self._embedder = loaded
             return self._embedder
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What similarities mean, if the embedder was calibrated (`Embedder.calibrate`)."""
+        loaded = self._embedder
+        return self._stored_calibration if loaded is None else loaded.calibration
+
+    @cached_property
+    def _stored_calibration(self) -> Calibration | None:
+        folder = self.path / EMBEDDER
+        return read_calibration(read_description(folder), folder) if folder.exists() else None
 
     @property
     def index(self) -> str:
@@ -504,6 +518,9 @@ class Gallery:
         if expand or rerank:
             scores = hits.scores.astype(np.float32)
             hits = Hits(hits.positions, snapshot.scores(vectors, hits.positions))
+        calibration = self.calibration
+        # Where images have no class, their number of classes is that of the calibration.
+        default_share = 0.5 if calibration is None else 1 / calibration.gallery_classes
         return SearchResult(
             snapshot.ids(hits.positions),
             as_similarities(hits.scores, self.similarity),
@@ -511,6 +528,8 @@ class Gallery:
             tuple(snapshot.columns),
             scores,
             images,
+            calibration,
+            snapshot.class_share or default_share,
             _positions=hits.positions,
             _take=snapshot.take,
         )

@@ -91,6 +91,8 @@ def _cells(query: Any, result: SearchResult, number: int) -> list[_Cell]:
         path, label = result.paths[number, rank] or REMOVED, result.labels[number, rank]
         similarity = float(result.similarities[number, rank])
         score = f"{similarity if result.similarity == 'cosine' else -similarity:.4f}"
+        if result.probabilities is not None:
+            score += f" ({100 * result.probabilities[number, rank]:.0f} %)"
         name = os.path.basename(path)
         cells.append(_Cell(path, (f"{rank + 1}.  {score}", *([label] if label else []), name)))
     return cells

@@ -223,6 +223,7 @@ class Collection:
     """The current state of a gallery on Milvus, with the methods of a `Snapshot`."""
 
     max_k = MAX_K
+    class_share = 0.0  # unknown
 
     def __init__(self, client: _Client, name: str, properties: Mapping[str, str]) -> None:
         self.client, self.name = client, name

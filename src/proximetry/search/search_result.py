@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from proximetry._util.types import IntArray
+from proximetry._util.types import FloatArray, IntArray
+from proximetry.metrics.calibration import Calibration
 from proximetry.models.constants import Similarity
 from proximetry.models.preprocessing import ImageSource
 from proximetry.search.prediction import Prediction, vote
@@ -32,6 +33,8 @@ class SearchResult:
         scores: with query expansion or re-ranking, the values that order the images: similarities
             to the expanded query, or negative k-reciprocal distances. Otherwise None.
         queries: the images of the queries; None for those that are vectors.
+        calibration: what the similarities mean, if the embedder is calibrated.
+        prior: the share of the gallery that is of the query's class, on average.
 
     Examples:
         >>> import numpy as np
@@ -53,6 +56,8 @@ class SearchResult:
     columns: tuple[str, ...]
     scores: npt.NDArray[np.float32] | None
     queries: Sequence[ImageSource | None]
+    calibration: Calibration | None
+    prior: float
     _positions: IntArray
     _take: Callable[[IntArray, Iterable[str]], dict[str, list[Any]]]
 
@@ -80,6 +85,28 @@ class SearchResult:
     def labels(self) -> npt.NDArray[np.object_]:
         """The class of each image, or None."""
         return self.column("label")
+
+    @cached_property
+    def probabilities(self) -> FloatArray | None:
+        """The probability that each image is of the class of its query, [queries, k].
+
+        None without a calibration; 0 for an id of −1.
+        """
+        if self.calibration is None:
+            return None
+        probabilities = self.calibration.probability(self.similarities, self.prior)
+        return np.where(self.ids < 0, 0.0, probabilities)
+
+    @property
+    def threshold(self) -> float | None:
+        """The similarity below which an image is no match, if the embedder is calibrated."""
+        return None if self.calibration is None else self.calibration.match_threshold
+
+    @cached_property
+    def is_match(self) -> npt.NDArray[np.bool_]:
+        """Whether each image reaches the threshold, [queries, k]; all do without a calibration."""
+        minimum = -np.inf if self.threshold is None else self.threshold
+        return (self.ids >= 0) & (self.similarities >= minimum)
 
     @property
     def predictions(self) -> list[Prediction]:

@@ -168,6 +168,15 @@ class Snapshot:
         names = metadata.values(pairs.field("values"))
         return dict(zip(names, pairs.field("counts").to_pylist(), strict=True))
 
+    @cached_property
+    def class_share(self) -> float:
+        """The share of the images that are of the class of one of them, on average; 0 if unknown.
+
+        Images of one class, or without classes, say nothing about a query's.
+        """
+        counts = np.array([*self.count_labels().values()], np.float64)
+        return float(np.square(counts / counts.sum()).sum()) if len(counts) > 1 else 0.0
+
     def stamps_below(self, folder: str) -> Iterator[tuple[str, int | None, int | None]]:
         """Yield path, size and mtime of the images below a folder when they were embedded."""
         prefix = metadata.encode(os.path.join(folder, ""))

@@ -227,10 +227,14 @@ def check_input(embedder: Embedder, catalog: Catalog) -> None:
 
 
 class SplitScores(NamedTuple):
-    """Scores by split, and their embedder, with PCA folded into the head."""
+    """Scores by split, and their embedder, with PCA folded into the head.
+
+    ``vectors`` are the embeddings of this process's share of each split.
+    """
 
     scores: dict[str, Scores]
     embedder: Embedder
+    vectors: dict[str, Tensor]
 
 
 @dataclass
@@ -283,16 +287,16 @@ class Evaluator:
         share_buffers(self.embedder, self.world)
         with torch.no_grad(), evaluation_mode(self.embedder):
             embedder, distractors = self._fit_on_train("held_out" in splits, full_precision)
-            scores = {}
+            scores, vectors = dict[str, Scores](), dict[str, Tensor]()
             for split in splits:
                 rows = self._share(self.data.rows[split])
-                vectors = torch.cat([*self._embed(embedder, rows, full_precision)])
-                scores[split] = self._score(vectors, split)
+                vectors[split] = torch.cat([*self._embed(embedder, rows, full_precision)])
+                scores[split] = self._score(vectors[split], split)
                 if split == "held_out":
                     with self._autocast(full_precision):
                         distractors = embedder.project(distractors)
-                    scores[split] |= self._search_with_distractors(vectors, distractors)
-        return SplitScores(scores, embedder)
+                    scores[split] |= self._search_with_distractors(vectors[split], distractors)
+        return SplitScores(scores, embedder, vectors)
 
     def embed(self, rows: Rows) -> Tensor:
         """Return the embeddings of rows of the catalog, before any PCA, on every process."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
-from proximetry.metrics import separability
+from proximetry.metrics import calibrate, separability
+from proximetry.metrics.distributed import gather_objects
 from proximetry.training.checkpoint import restore_best
 from proximetry.training.evaluator import SplitScores, selection_value
 from proximetry.training.metrics_table import selection_title
@@ -89,7 +92,11 @@ def _evaluate(run: Run, split_scores: SplitScores | None = None) -> SplitScores:
     if not missing:
         return split_scores
     more = run.evaluator.evaluate(missing, full_precision=True)
-    return SplitScores({**split_scores.scores, **more.scores}, more.embedder)
+    return SplitScores(
+        {**split_scores.scores, **more.scores},
+        more.embedder,
+        {**split_scores.vectors, **more.vectors},
+    )
 
 
 def _notes(run: Run, results: dict[str, Any]) -> list[str]:
@@ -110,6 +117,29 @@ def _notes(run: Run, results: dict[str, Any]) -> list[str]:
                     f"{100 * untrained:.1f} % untrained: no improvement over the untrained model"
                 )
     return notes
+
+
+def calibrate_embedder(run: Run, split_scores: SplitScores) -> None:
+    """Calibrate the embedder on classes that were not trained on, if there are enough."""
+    labels, rows = np.asarray(run.data.catalog.labels), run.data.rows
+    splits = [
+        split
+        for split in ("held_out", "test")
+        if split in split_scores.vectors
+        and not np.isin(labels[rows[split]], labels[rows["train"]]).any()
+    ]
+    if not splits or run.recipe.model.bits is not None:
+        return
+    split = splits[0]
+    shares = [split_scores.vectors[split].cpu()]
+    if (group := dist.group.WORLD) is not None and run.world.size > 1:
+        shares = gather_objects(shares[0], group)
+    try:
+        split_scores.embedder.calibration = calibrate(
+            torch.cat(shares), labels[rows[split]], similarity=run.recipe.evaluation.similarity
+        )
+    except ValueError as error:
+        run.report(f"not calibrated: {error}")
 
 
 def save_embedder(run: Run, scores: dict[str, Any], split_scores: SplitScores) -> None:

@@ -153,7 +153,7 @@ def _is_available(path: Path, recipe: Recipe, names: tuple[str, ...]) -> bool:
             raise
         return False
     sources = [
-        (data.dataset, data.root and Path(data.root).absolute())
+        (data.dataset, data.root and Path(data.root).absolute(), data.suggestions)
         for data in (saved.data, recipe.data)
     ]
     return sources[0] == sources[1] and saved.name.removesuffix(", first stage") in names

@@ -27,7 +27,12 @@ from proximetry.training.checkpoint import (
 from proximetry.training.custom_components import Components, custom_components
 from proximetry.training.distributed import join_processes, preserve_torch_state
 from proximetry.training.errors import CheckpointError, FolderError, RunError
-from proximetry.training.final_evaluation import evaluate_final, evaluate_untrained, save_embedder
+from proximetry.training.final_evaluation import (
+    calibrate_embedder,
+    evaluate_final,
+    evaluate_untrained,
+    save_embedder,
+)
 from proximetry.training.reporting import Display
 from proximetry.training.run import RESUME_HINT, Run, Stopped
 from proximetry.training.run_folder import FIRST_STAGE, RunFolder, SavedRun
@@ -171,6 +176,7 @@ def fit(run: Run) -> dict[str, Any]:
         run.report(reason)
     with run.stoppable("in the final evaluation"):
         results, selected_scores = evaluate_final(run, split_scores)
+        calibrate_embedder(run, selected_scores)
     save_embedder(run, results["selected"], selected_scores)
     if run.world.is_main:
         run.folder.write_results(results)

@@ -1,10 +1,12 @@
 """The HTTP API and the page, as one application."""
 
 import asyncio
+import io
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -23,7 +25,8 @@ from proximetry import __version__
 from proximetry._util.errors import UsageError, suggest
 from proximetry._util.formatting import format_value, shorten
 from proximetry._util.machine import cores
-from proximetry.data import ImageError
+from proximetry.data import ImageError, open_image
+from proximetry.models.explain import is_explainable
 from proximetry.search.duplicates import ROUNDING
 from proximetry.search.metadata import parse_conditions
 from proximetry.search.prediction import vote
@@ -33,6 +36,7 @@ from proximetry.web.middleware import MAX_BYTES, error_response
 from proximetry.web.searcher import MAX_PIXELS, Conditions, Searcher
 
 T = TypeVar("T")
+Form = TypeVar("Form", bound=BaseModel)
 
 MAX_RESULTS = 1000
 _MAX_ID = 2**63 - 1
@@ -68,6 +72,10 @@ class Match(Item):
 
     rank: int = Field(description="1 is the nearest.")
     similarity: float = Field(description="The cosine, or the negative Euclidean distance.")
+    probability: float | None = Field(
+        None, description="That it is of the query's class, if the embedder is calibrated."
+    )
+    match: bool | None = Field(None, description="Whether it reaches match_threshold.")
 
 
 class PredictedClass(BaseModel):
@@ -82,18 +90,34 @@ class Matches(BaseModel):
     """The nearest images, nearest first."""
 
     similarity: Literal["cosine", "euclidean"]
+    match_threshold: float | None = Field(
+        description="The similarity that a match needs, if the embedder is calibrated."
+    )
     images: int = Field(description="Number of images in the gallery.")
     query: Item | None = Field(description="The query, if it is an image of the gallery.")
     prediction: PredictedClass
     results: list[Match]
 
 
-class SearchForm(BaseModel):
+class QueryForm(BaseModel):
     """A query: an image, or the id of one in the gallery."""
 
     id: int | None = Field(
         None, ge=0, le=_MAX_ID, description="An image of the gallery, excluded from the results."
     )
+
+    @classmethod
+    def request_body(cls) -> dict[str, Any]:
+        """Return the request body for OpenAPI."""
+        schema = cls.model_json_schema()
+        image = {"type": "string", "format": "binary", "description": "An image file, or pass id."}
+        schema["properties"] = {"image": image, **schema["properties"]}
+        return {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
+
+
+class SearchForm(QueryForm):
+    """A query and the options of its search."""
+
     k: int = Field(10, ge=1, le=MAX_RESULTS, description="Number of results.")
     where: list[str] = Field(
         [],
@@ -107,13 +131,11 @@ class SearchForm(BaseModel):
         description="Exclude images with a smaller cosine or a larger Euclidean distance.",
     )
 
-    @classmethod
-    def request_body(cls) -> dict[str, Any]:
-        """Return the request body for OpenAPI."""
-        schema = cls.model_json_schema()
-        image = {"type": "string", "format": "binary", "description": "An image file, or pass id."}
-        schema["properties"] = {"image": image, **schema["properties"]}
-        return {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
+
+class ExplainForm(QueryForm):
+    """A query and an image of the gallery."""
+
+    result: int = Field(ge=0, le=_MAX_ID, description="An image of the gallery.")
 
 
 class Map(BaseModel):
@@ -155,12 +177,20 @@ class GalleryInfo(BaseModel):
     backbone: str
     image_size: list[int]
     metrics: dict[str, Any] | None = Field(description="Metrics of the embedder's training run.")
+    explains: bool = Field(description="Whether `/explain` supports the embedder.")
     limits: dict[str, int] = Field(description="The largest upload, in bytes and in pixels.")
 
 
 ItemId = Annotated[int, PathParameter(ge=0, le=_MAX_ID, description="The id of an image.")]
 _NOT_FOUND: dict[int | str, dict[str, Any]] = {
     404: {"model": ErrorResponse, "description": "No such id"}
+}
+_GONE: dict[int | str, dict[str, Any]] = {
+    410: {"model": ErrorResponse, "description": "The file is missing or not an image"}
+}
+_UPLOAD: dict[int | str, dict[str, Any]] = {
+    413: {"model": ErrorResponse, "description": "The upload is too large"},
+    415: {"model": ErrorResponse, "description": "Not an image, damaged or too large"},
 }
 _COMMON: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorResponse, "description": "The token is missing or wrong"},
@@ -178,18 +208,41 @@ class Service:
         self.searcher = Searcher(self.gallery, self._pool)
         self.maps = MapMaker()
         self._map: tuple[tuple[str, str], bytes] | None = None
+        self._explainer = ThreadPoolExecutor(1, thread_name_prefix="explain")
         self.searcher.warm_up()
+        _is_explainable(self.gallery.current().embedder)  # before the first page
         self.maps.get(self.gallery.summary().gallery)
 
     def close(self) -> None:
         """Stop all threads and processes."""
         self.maps.close()
         self.searcher.close()
+        self._explainer.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run a function that reads files in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+    async def explain(self, query: bytes | int, result: int) -> bytes:
+        """Return a picture of the similarity of an upload or an image to another, as WebP."""
+
+        def draw() -> bytes:
+            gallery = self.gallery.current()
+            source = self.gallery.path_of(gallery, query) if isinstance(query, int) else query
+            other = self.gallery.path_of(gallery, result)
+            if isinstance(source, bytes):  # check the upload before it is decoded at full size
+                open_image(source, max_pixels=MAX_PIXELS, size=16)
+            try:
+                picture = gallery.embedder.explain(source, other).image()
+            except ImageError as error:
+                raise HTTPException(410, f"an image cannot be shown: {error.reason}") from None
+            buffer = io.BytesIO()
+            picture.save(buffer, "WEBP", quality=85)
+            return buffer.getvalue()
+
+        # One at a time: the threads of the pool also decode the uploads of searches.
+        return await asyncio.get_running_loop().run_in_executor(self._explainer, draw)
 
     def describe(self) -> GalleryInfo:
         """Return the description of the gallery."""
@@ -210,6 +263,7 @@ class Service:
             backbone=embedder.architecture.backbone,
             image_size=list(embedder.preprocessing.crop),
             metrics=to_json_value(embedder.metrics),
+            explains=_is_explainable(embedder),
             limits={"bytes": MAX_BYTES, "pixels": MAX_PIXELS},
         )
 
@@ -240,6 +294,9 @@ class Service:
             )
             self._map = key, response.model_dump_json().encode()
         return 200, self._map[1]
+
+
+_is_explainable = lru_cache(maxsize=1)(is_explainable)
 
 
 def make_app(path: Path) -> FastAPI:
@@ -310,18 +367,14 @@ def _add_search(app: FastAPI, service: Service) -> None:
         "/search",
         summary="Search for the images nearest to an image",
         openapi_extra={"requestBody": SearchForm.request_body()},
-        responses={
-            **_NOT_FOUND,
-            413: {"model": ErrorResponse, "description": "The upload is too large"},
-            415: {"model": ErrorResponse, "description": "Not an image, damaged or too large"},
-        },
+        responses={**_NOT_FOUND, **_UPLOAD},
     )
     async def search(request: Request, response: Response) -> Matches:
         # Parsed here, because FastAPI takes as long to parse a form as the search itself.
         form = await request.form(max_files=1, max_fields=200)
         try:
-            query, where = _parse_form(form)
-            image = form.get("image")
+            query, image = _parse_form(form, SearchForm), form.get("image")
+            where = _parse_conditions(query.where)
             if isinstance(image, UploadFile) and query.id is None:
                 answer = await service.searcher.search_image(image.file.read, query.k, where)
             elif not image and query.id is not None:
@@ -343,10 +396,31 @@ def _add_search(app: FastAPI, service: Service) -> None:
             {**answer._asdict(), "prediction": prediction, "results": results}
         )
 
+    @app.post(
+        "/explain",
+        summary="Show which regions make two images similar, as a WebP image",
+        openapi_extra={"requestBody": ExplainForm.request_body()},
+        response_class=Response,
+        responses={200: {"content": {"image/webp": {}}}, **_NOT_FOUND, **_UPLOAD, **_GONE},
+    )
+    async def explain(request: Request) -> Response:
+        form = await request.form(max_files=1, max_fields=10)
+        try:
+            query, image = _parse_form(form, ExplainForm), form.get("image")
+            if isinstance(image, UploadFile) and query.id is None:
+                content = await service.explain(await image.read(), query.result)
+            elif not image and query.id is not None:
+                content = await service.explain(query.id, query.result)
+            else:
+                raise UsageError("pass an image, or the id of one in the gallery")
+        finally:
+            await form.close()
+        return Response(content, media_type="image/webp")
 
-def _parse_form(form: FormData) -> tuple[SearchForm, Conditions]:
-    """Validate the fields of a form, and parse its conditions; empty fields are ignored."""
-    fields = ["image", *SearchForm.model_fields]
+
+def _parse_form(form: FormData, kind: type[Form]) -> Form:
+    """Validate the fields of a form; empty fields are ignored."""
+    fields = ["image", *kind.model_fields]
     values: dict[str, Any] = {}
     for name, value in form.multi_items():
         if name not in fields:
@@ -356,15 +430,18 @@ def _parse_form(form: FormData) -> tuple[SearchForm, Conditions]:
         if value:
             values[name] = [*values.get(name, []), value] if name == "where" else value
     try:
-        query = SearchForm.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
         raise RequestValidationError(
             [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]
         ) from None
-    parsed = parse_conditions(query.where)
+
+
+def _parse_conditions(where: list[str]) -> Conditions:
+    parsed = parse_conditions(where)
     if "path" in parsed:
         raise UsageError("no column 'path' to filter by. Paths are private.")
-    return query, tuple((name, tuple(values)) for name, values in sorted(parsed.items()))
+    return tuple((name, tuple(values)) for name, values in sorted(parsed.items()))
 
 
 def _add_items(app: FastAPI, service: Service) -> None:
@@ -381,7 +458,7 @@ def _add_items(app: FastAPI, service: Service) -> None:
             200: {"content": {"image/jpeg": {}, "image/png": {}}},
             304: {"description": "Not modified"},
             **_NOT_FOUND,
-            410: {"model": ErrorResponse, "description": "The file is missing or not an image"},
+            **_GONE,
         },
     )
     async def get_image(

@@ -97,6 +97,10 @@ class LiveGallery:
         """Return the metadata of an image; raise HTTPException for an unknown id."""
         return self.records([item], _row(gallery, item, gallery.columns))[0]
 
+    def path_of(self, gallery: Gallery, item: int) -> str:
+        """Return the path of an image; raises HTTPException for an unknown id."""
+        return str(_row(gallery, item, ["path"])["path"][0])
+
     def records(self, ids: Sequence[int], columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
         """Return the metadata of images from their columns."""
         root = os.path.join((self._summary or self.summary()).root, "")
@@ -125,7 +129,7 @@ class LiveGallery:
             HTTPException: if the id is unknown.
             ImageError: if the file is missing or not an image.
         """
-        (path,) = _row(self.current(), item, ["path"])["path"]
+        path = self.path_of(self.current(), item)
         try:
             state = file_state(split_shard_path(path)[0])
         except OSError:

@@ -150,7 +150,7 @@ class AccessMiddleware:
 
     async def _admit(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         """Pass a request on, unless it is too large or there are too many."""
-        searches, size = scope["path"] == "/search", 0
+        searches, size = scope["path"] in ("/search", "/explain"), 0
         if scope["method"] not in ("GET", "HEAD"):
             length = headers.get("content-length", "")
             size = int(length) if length.isdigit() else MAX_BYTES

@@ -32,11 +32,15 @@ Conditions = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 class Answer(NamedTuple):
-    """Results, nearest first, the query if it is in the gallery, and durations in seconds."""
+    """Results, nearest first, the query if it is in the gallery, and durations in seconds.
+
+    ``match_threshold`` is the similarity that a match needs, if the embedder is calibrated.
+    """
 
     results: list[dict[str, Any]]
     query: dict[str, Any] | None
     similarity: str
+    match_threshold: float | None
     images: int
     wait: float
     model: float
@@ -162,6 +166,7 @@ class Searcher:
                     matches,
                     items.get(number),
                     gallery.similarity,
+                    result.threshold,
                     len(gallery),
                     started - jobs[number].start,
                     search_started - started,
@@ -180,4 +185,7 @@ class Searcher:
             matches = self._gallery.records([ids[n] for n in ranks], ranked)
             for position, (rank, match) in enumerate(zip(ranks, matches, strict=True)):
                 match |= {"rank": position + 1, "similarity": round(similarities[rank], 6)}
+                if result.probabilities is not None:
+                    match["probability"] = round(float(result.probabilities[row, rank]), 4)
+                    match["match"] = bool(result.is_match[row, rank])
             yield matches

@@ -288,12 +288,12 @@ def _probe(model: Any, crop: tuple[int, int], pooling: str) -> Features:
         else:
             if pooling in ("auto", "token"):
                 pooling = str(getattr(model, "default_pooling", "pre-logits"))
+            _, first, *_, last = output.shape
+            is_nhwc = str(getattr(model, "output_fmt", "NCHW")).endswith("NHWC")
+            channels_last = last == model.num_features and (is_nhwc or first != last)
             if pooling == "pre-logits":
                 output = model.forward_head(output, pre_logits=True)
             else:
-                _, first, *_, last = output.shape
-                is_nhwc = str(getattr(model, "output_fmt", "NCHW")).endswith("NHWC")
-                channels_last = last == model.num_features and (is_nhwc or first != last)
                 width = last if channels_last else first
                 width = prod(output.shape[1:]) if pooling == "flatten" else width
     used = _leaves(output)

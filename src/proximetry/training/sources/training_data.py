@@ -138,15 +138,15 @@ def open_catalog(recipe: Recipe, progress: Progress | None = None) -> Catalog:
         raise RecipeError(f"data.dataset {d.dataset!r} is custom. Pass it in Python: train(data=…)")
     if d.root is None and not list_datasets()[d.dataset].built_in:
         raise RecipeError(f"data.root is missing. Set it to the folder of {d.dataset!r}.")
-    skip = d.bad_images == "skip"
-    return open_dataset(
+    catalog = open_dataset(
         d.dataset,
         d.root,
         columns=d.columns,
         labels_from_name=d.labels_from_name,
-        allow_missing=skip,
+        allow_missing=d.bad_images == "skip" or d.suggestions is not None,
         progress=progress,
     )
+    return catalog if d.suggestions is None else catalog.apply_suggestions(d.suggestions)
 
 
 def fingerprint(catalog: Catalog, contents: str | None = None) -> dict[str, Any]:

@@ -7,8 +7,9 @@ const $ = (id) => document.getElementById(id);
 const VIEWS = ["search", "map", "about"];
 
 let gallery = null;
-let current = null; // {query, prediction, results, similarity, milliseconds} of the grid
+let current = null; // {query, prediction, results, similarity, match_threshold, source, milliseconds} of the grid
 let controller = null; // aborts the current search
+let explained = null; // the result in the dialog
 const uploads = []; // by the number in the URL
 
 /** Create an element; set properties, append children. */
@@ -39,6 +40,7 @@ export async function request(path, options = {}, tries = 4) {
     await new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
     return request(path, options, tries - 1);
   }
+  if (response.ok && response.headers.get("Content-Type")?.startsWith("image/")) return response.blob();
   const content = await response.json().catch(() => null);
   if (!response.ok) throw new Error(asSentence(content?.detail ?? `The server returned status ${response.status}`));
   return content;
@@ -55,6 +57,7 @@ export function announce(text) {
 // Results
 
 const cosine = () => gallery.similarity === "cosine";
+const percent = (probability) => probability < 0.01 ? "< 1 %" : `${Math.round(100 * probability)} %`;
 const score = (similarity) => Math.abs(similarity) < 0.0005 ? "0.000" : (cosine() ? similarity : -similarity).toFixed(3);
 
 /** Create a thumbnail, or a note if the file is not readable. */
@@ -71,27 +74,60 @@ function card(match, query) {
   const measure = cosine() ? "similarity" : "distance";
   const button = make("button", {
     type: "button",
-    className: sameClass ? "card same" : "card",
+    className: `card${sameClass ? " same" : ""}${match.match === false ? " unmatched" : ""}`,
     title: match.file,
-    "aria-label": `Rank ${match.rank}${label && `, ${label}`}${sameClass ? ", the same class" : ""}, ${measure} ${score(match.similarity)}: search with this image`,
+    "aria-label": `Rank ${match.rank}${label && `, ${label}`}${sameClass ? ", the same class" : ""}, ${measure} ${score(match.similarity)}${match.probability === null ? "" : `, ${percent(match.probability)} the same class`}${match.match === false ? ", no match" : ""}: search with this image`,
   });
   const words = make("span", { className: "words" });
   words.append(
     make("span", { className: "line" },
       make("span", { className: "label" }, label || "\u2014"),
-      make("span", { className: "score" }, score(match.similarity))),
+      make("span", { className: "score", title: match.probability === null ? "" : "Probability of the same class" },
+        match.probability === null ? score(match.similarity) : percent(match.probability))),
   );
   if (cosine()) {
     const bar = make("i");
     bar.style.width = `${100 * Math.max(0, Math.min(1, match.similarity))}%`;
     words.append(make("span", { className: "bar" }, bar));
   }
+  if (match.probability !== null) {
+    words.append(make("span", { className: "file" }, `${measure} ${score(match.similarity)}`));
+  }
   words.append(make("span", { className: "file" }, match.file));
   button.append(thumbnail(match.id, 320), make("span", { className: "rank" }, String(match.rank)), words);
   button.addEventListener("click", () => { location.hash = `item/${match.id}`; });
   const entry = make("li", {}, button);
+  if (gallery.explains) {
+    const why = make("button", { type: "button", className: "why", "aria-label": `Why is rank ${match.rank} similar?` }, "Why?");
+    why.addEventListener("click", () => explain(match));
+    entry.append(why);
+  }
   entry.dataset.similarity = match.similarity;
   return entry;
+}
+
+/** Show which regions make a result similar to the query. */
+async function explain(match) {
+  const form = new FormData();
+  form.set("result", match.id);
+  for (const [name, value] of Object.entries(current.source)) form.set(name, value);
+  const label = match.label === null ? "" : `, ${match.label}`;
+  $("why-title").textContent = `Why rank ${match.rank}${label}?`;
+  $("why-about").textContent = "computing \u2026";
+  $("why-image").hidden = true;
+  $("why").showModal();
+  explained = match;
+  try {
+    const image = await request("explain", { method: "POST", body: form });
+    if (explained !== match) return;
+    URL.revokeObjectURL($("why-image").src);
+    $("why-image").src = URL.createObjectURL(image);
+    $("why-image").alt = `The query and the result, similarity ${score(match.similarity)}, with the regions that contribute most`;
+    $("why-image").hidden = false;
+    $("why-about").textContent = "Yellow to red regions add to the similarity, blue ones reduce it. Equal numbers match.";
+  } catch (error) {
+    if (explained === match) $("why-about").textContent = error.message;
+  }
 }
 
 function showResults() {
@@ -126,8 +162,11 @@ function applyThreshold() {
   const summary = visible === total ? pluralize(total, "image", "images") : `${formatCount(visible)} of ${pluralize(total, "image", "images")}`;
   const { label, votes, neighbors } = current.prediction;
   const vote = label === null ? "" : ` \u00b7 most frequent: ${label} (${votes} of ${neighbors})`;
-  $("results-about").textContent = `${summary}${vote} \u00b7 ${Math.round(current.milliseconds)} ms`;
-  announce(`${summary}${visible ? `, the nearest ${cosine() ? "with similarity" : "at distance"} ${score(current.results[0].similarity)}` : ""}.`);
+  const noMatch = total && current.results[0].match === false;
+  const verdict = noMatch ? `No match: the nearest ${cosine() ? "similarity is below" : "distance is above"} ${score(current.match_threshold)} \u00b7 ` : "";
+  $("results-about").classList.toggle("no-match", Boolean(noMatch));
+  $("results-about").textContent = `${verdict}${summary}${noMatch ? "" : vote} \u00b7 ${Math.round(current.milliseconds)} ms`;
+  announce(`${verdict}${summary}${visible ? `, the nearest ${cosine() ? "with similarity" : "at distance"} ${score(current.results[0].similarity)}` : ""}.`);
 }
 
 function showWaiting() {
@@ -188,7 +227,7 @@ async function search(fields) {
   const started = performance.now();
   try {
     const content = await request("search", { method: "POST", body: form, signal });
-    current = { ...content, milliseconds: performance.now() - started };
+    current = { ...content, source: fields, milliseconds: performance.now() - started };
     if (content.query) {
       const label = content.query.label === null ? `Image ${content.query.id}` : String(content.query.label);
       showQuery(`items/${content.query.id}/image?size=512`, label, content.query.file);
@@ -369,6 +408,7 @@ $("grid").addEventListener("keydown", (event) => {
   cards[index + offset]?.focus();
 });
 
+$("why-close").addEventListener("click", () => $("why").close());
 $("threshold").addEventListener("input", applyThreshold);
 $("count").addEventListener("change", repeatSearch);
 $("class").addEventListener("change", repeatSearch);
