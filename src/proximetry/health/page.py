@@ -58,7 +58,7 @@ def health_page(health: Health) -> bytes:
 
 
 def select(findings: Iterable[Finding], limit: int = MAX_FINDINGS) -> list[Finding]:
-    """Return the first findings, with an equal share for each kind that has so many."""
+    """Return the first findings, with an equal share for each kind that has enough."""
     ordered, seen = list(findings), Counter[str]()
     share = limit // max(1, len({finding.kind for finding in ordered}))
     ranks = []

@@ -232,7 +232,7 @@ class _Trials:
     def resampled_thresholds(
         self, targets: Sequence[float], samples: Sequence[IntArray]
     ) -> list[FloatArray]:
-        """Return the thresholds if each class is drawn so many times."""
+        """Return the thresholds for classes weighted by the number of times they are drawn."""
         highest, order = self._highest(int(_TAIL * max(targets) * len(self.impostors)) + 1)
         classes = self.classes_of(order)
         results = []
