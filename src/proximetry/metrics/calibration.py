@@ -13,6 +13,11 @@ import numpy.typing as npt
 from proximetry._util.types import EmbedderSimilarity, FloatArray
 
 
+def sigmoid(log_odds: FloatArray) -> FloatArray:
+    """Return the probabilities of log odds, without overflow."""
+    return np.exp(-np.logaddexp(0, -log_odds))
+
+
 @dataclass(frozen=True)
 class OperatingPoint:
     """A threshold for a target rate of false accepts.
@@ -20,7 +25,8 @@ class OperatingPoint:
     Attributes:
         target: of different pairs, or of queries whose class is not in the gallery.
         threshold: similarities of at least this are accepted.
-        low, high: 95 % confidence interval of the threshold, resampled by class.
+        low: lower bound of the threshold's 95 % confidence interval, resampled by class.
+        high: upper bound.
         true_accepts: the share of same pairs that are accepted; in a gallery, of queries whose
             nearest image is of their class and accepted (1 - FNIR).
         achieved: the mean rate on one half of the classes at the threshold of the other half.
@@ -80,7 +86,7 @@ class Calibration:
         if not 0 < prior < 1:
             raise ValueError(f"prior must be between 0 and 1: {prior}")
         log_odds = np.interp(np.asarray(similarities, np.float64), self.similarities, self.log_odds)
-        return 1 / (1 + np.exp(-(log_odds + math.log(prior / (1 - prior)))))
+        return sigmoid(log_odds + math.log(prior / (1 - prior)))
 
     @property
     def match_threshold(self) -> float | None:

@@ -24,13 +24,14 @@ from proximetry.metrics._search.validation import (
     check_similarity,
     encode,
 )
-from proximetry.metrics.calibration import Calibration, OperatingPoint
+from proximetry.metrics.calibration import Calibration, OperatingPoint, sigmoid
 from proximetry.metrics.verification import allowed_accepts
 
 BoolArray = npt.NDArray[np.bool_]
 Scores = npt.NDArray[np.float32]
 
-_MIN_CLASSES = 10  # with two images or more
+MIN_CLASSES = 10
+"""Classes with two images or more that a calibration needs."""
 _MIN_ACCEPTS = 10  # a rate with fewer false accepts is not measurable
 # All pairs of this many images are compared; more classes say more than more images of a class.
 _MAX_IMAGES = 4000
@@ -293,9 +294,9 @@ class _Pairs:
         vectors = as_vectors(embeddings, similarity, "embeddings")
         (codes,), _ = encode(as_labels(labels, len(vectors), "labels"))
         paired = int((np.bincount(codes) > 1).sum())
-        if paired < _MIN_CLASSES:
+        if paired < MIN_CLASSES:
             raise ValueError(
-                f"calibration needs at least {_MIN_CLASSES} classes with two images or more: "
+                f"calibration needs at least {MIN_CLASSES} classes with two images or more: "
                 f"{paired}. Add images of classes that were not trained on."
             )
         rows = _sample_rows(codes, rng)
@@ -446,7 +447,7 @@ def _score(
     """Return log loss and expected calibration error, with as many same as different pairs."""
     odds = np.interp(centers, *curve)
     log_loss = same @ np.logaddexp(0, -odds) + different @ np.logaddexp(0, odds)
-    probability = 1 / (1 + np.exp(-odds))
+    probability = sigmoid(odds)
     part = np.minimum(probability * _ERROR_BINS, _ERROR_BINS - 1).astype(int)
     excess = probability * (same + different) - same
     return float(log_loss) / 2, float(np.abs(np.bincount(part, excess)).sum()) / 2
@@ -478,7 +479,7 @@ def _beta(centers: FloatArray, same: FloatArray, different: FloatArray) -> _Curv
     while True:
         x, coefficients = features[active], np.zeros(len(active))
         for _ in range(30):  # Newton's method
-            p = 1 / (1 + np.exp(-coefficients @ x))
+            p = sigmoid(coefficients @ x)
             gradient = x @ (weight * p - same)
             hessian = (x * (weight * p * (1 - p))) @ x.T + 1e-9 * np.eye(len(active))
             coefficients -= np.linalg.solve(hessian, gradient)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from proximetry.metrics import calibrate, separability
+from proximetry.metrics.calibration_fitting import MIN_CLASSES
 from proximetry.metrics.distributed import gather_objects
 from proximetry.training.checkpoint import restore_best
 from proximetry.training.evaluator import SplitScores, selection_value
@@ -131,6 +132,9 @@ def calibrate_embedder(run: Run, split_scores: SplitScores) -> None:
     if not splits or run.recipe.model.bits is not None:
         return
     split = splits[0]
+    _, counts = np.unique(labels[rows[split]], return_counts=True)
+    if (counts > 1).sum() < MIN_CLASSES:
+        return
     shares = [split_scores.vectors[split].cpu()]
     if (group := dist.group.WORLD) is not None and run.world.size > 1:
         shares = gather_objects(shares[0], group)
