@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 MAX_MESSAGE = 2000  # characters: a message may quote a long value
 # Each is a module with a function of the same name.
 _COMMANDS = (
-    *("compare", "demo", "duplicates", "embed", "evaluate", "export", "index", "push", "report"),
-    *("reproduce", "search", "serve", "train"),
+    *("compare", "demo", "duplicates", "embed", "evaluate", "export", "extend", "index", "push"),
+    *("report", "reproduce", "search", "serve", "train"),
 )
 # The groups of `proximetry --help`; other commands are advanced.
 _GROUPS = {
-    "Train": ("train", "demo", "recipes", "losses", "backbones"),
+    "Train": ("train", "extend", "demo", "recipes", "losses", "backbones"),
     "Evaluate": ("evaluate", "report", "compare", "metrics"),
     "Search": ("index", "search", "serve", "duplicates", "embed"),
     "Data": ("datasets", "cache"),
