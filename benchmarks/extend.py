@@ -36,7 +36,7 @@ def split_images(catalog: VectorCatalog, classes: int) -> VectorCatalog:
     position[order] = np.concatenate([np.arange(n) for n in np.bincount(codes)])
     rows = np.flatnonzero(codes < classes)
     splits = np.where(position[rows] % 2 == 0, "train", "test")
-    labels = [catalog.labels[row] for row in rows]
+    labels = [catalog.labels[row] for row in rows.tolist()]
     return VectorCatalog.from_arrays(catalog.vectors[rows], labels, splits=splits)
 
 
@@ -61,9 +61,7 @@ def measure(catalog: VectorCatalog, old: int, seed: int, home: Path, device: str
     scores: dict[str, dict[str, Any]] = {}
     frozen = Embedder.load(home / "old")
     for name in ("extended", "twice", "all"):
-        unseen = compare_unseen(
-            frozen, Embedder.load(home / name), catalog, recipe, {*names[old:]}
-        )
+        unseen = compare_unseen(frozen, Embedder.load(home / name), catalog, recipe, {*names[old:]})
         for time, title in (("before", "frozen"), ("after", name)):
             scores[title] = {group: part[time] for group, part in unseen.items()}
     return scores

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import math
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from proximetry.losses import Proxies
 from proximetry.models import Embedder
 from proximetry.models.constants import CUSTOM
 from proximetry.models.storage import SECOND_STAGE
+from proximetry.recipe.auto import MIN_STEPS
 from proximetry.recipe.schema import AUTO, Recipe
 from proximetry.training.build import RunContext
 from proximetry.training.callbacks import Callback, check_callbacks
@@ -39,8 +41,8 @@ from proximetry.training.trainer import train_run
 if TYPE_CHECKING:
     from proximetry.training.run import Run
 
-LR_SHARE = 0.3
-"""Learning rate of the embedder in an extension, as a fraction of that of the original run."""
+LR_SHARE = 0.25
+"""Learning rate of the backbone in an extended run, as a fraction of that of the original run."""
 MIN_EPOCHS = 3
 _SUFFIX = ", extended"
 
@@ -92,23 +94,29 @@ class Start(Callback):
             embedder.load_state_dict(self.embedder)
         objective = updater.objective
         objective.load_state_dict(objective.state_dict() | {**self.loss})
-        labels = np.asarray(data.catalog.labels)
-        new_classes = [name for name in data.class_names if name not in {*self.classes}]
         rows = data.rows["train"]
-        rows = rows[np.isin(labels[rows], new_classes)]
-        vectors = run.evaluator.embed(rows).float().cpu()
-        examples = [vectors[torch.from_numpy(labels[rows] == name)] for name in new_classes]
-        generator = torch.Generator().manual_seed(derive_seed(run.recipe.training.seed))
-        self.proxies.grow(new_classes, optimizer=None, init=examples, generator=generator)
-        order = [self.classes.index(name) for name in data.class_names]
+        rows = rows[~np.isin(np.asarray(data.catalog.labels)[rows], self.classes)]
+        part = data.catalog.subset(rows)
+        order = torch.from_numpy(np.argsort(part.codes, kind="stable"))
+        vectors = run.evaluator.embed(rows).float().cpu()[order]
+        self.proxies.grow(
+            part.class_names,
+            optimizer=None,
+            init=torch.split(vectors, np.bincount(part.codes).tolist()),
+            generator=torch.Generator().manual_seed(derive_seed(run.recipe.training.seed)),
+        )
+        row_of = {name: row for row, name in enumerate(self.classes)}
         assert objective.proxies is not None
         with torch.no_grad():
-            objective.proxies.weight.copy_(self.proxies.weight[order])
+            objective.proxies.weight.copy_(
+                self.proxies.weight[[row_of[name] for name in data.class_names]]
+            )
         if run.world.is_main:
             write_catalog(data.catalog, Path(run.recipe.data.root or ""))
         save_state(run)
-        run.world.barrier()
-        restore_state(run)  # all processes start from the state of the first
+        if run.world.size > 1:
+            run.world.barrier()
+            restore_state(run)  # all processes start from the state of the first
 
 
 def extend(
@@ -150,9 +158,10 @@ def extend(
         The contents of results.json. ``extension`` has the metrics of old and new classes on unseen
         images, before and after.
     """
-    display = display if display is not None else Display()
+    world = join_processes(device)
+    display = display if display is not None and world.is_main else Display()
     old, path = RunFolder(_stage(Path(run))), Path(default_out(run) if out is None else out)
-    recipe, known = _check_run(old)
+    recipe, images_of = _check_run(old)
     if path.absolute() == Path(run).absolute():
         raise UsageError(f"{path} is the folder of the old run. Choose another folder.")
     if not (replay or keep_space):
@@ -161,43 +170,46 @@ def extend(
             "unchanged with --keep-space, or use the old images."
         )
     start = Start.read(old, recipe)
+    trained = start.classes
     catalogs = [_open_old(old, recipe, root)] if replay else []
     catalogs.append(open_dataset(*resolve_source(new_images)))
-    known |= {*start.classes}
+    old_names = {*trained}
+    known = {*images_of, *trained}
     is_vectors = isinstance(catalogs[-1], VectorCatalog)
     file = path.absolute() / (VECTORS_FILE if is_vectors else IMAGES_TABLE)
-    catalog = join_catalogs(catalogs, file, known, start.classes)
-    new_classes = [
-        name
-        for name in catalog.subset(catalog.rows("train")).class_names
-        if name not in start.classes
-    ]
+    catalog = join_catalogs(catalogs, file, known, old_names)
+    names = catalog.subset(catalog.rows("train")).class_names
+    new_classes = [name for name in names if name not in old_names]
     if not new_classes:
         raise UsageError(
             f"{os.fspath(new_images)} has no new classes for the run in {run}: all are among its "
             f"{len(known)} classes. Add images of other classes, or train a new run."
         )
-    if more := {*catalogs[-1].class_names} & known:
-        display.message(f"new images of known classes: {join_first(sorted(more))}")
+    for line in catalogs[-1].remarks():
+        display.message(line)
+    counts = Counter(catalog.labels)
+    if more := sorted(name for name in known if counts[name] > replay * images_of.get(name, 0)):
+        display.message(f"new images of known classes: {join_first(more)}")
     display.message(f"new classes: {join_first(new_classes)}")
-    new_recipe = extended_recipe(recipe, old.path, file, epochs, keep_space)
-    world = join_processes(device)
-    context = RunContext(
-        world,
-        display if world.is_main else Display(),
-        [start, *check_callbacks(callbacks)],
-        Components(data=catalog, classes=start.classes),
-        resume,
-    )
+    if not keep_space and (missing := sorted(old_names - {*names})):
+        display.message(
+            f"warning: {len(missing)} old classes have no images and may be forgotten: "
+            f"{join_first(missing)}"
+        )
+    images = len(catalog.rows("train"))
+    new_recipe = extended_recipe(recipe, old.path, file, images, epochs, keep_space)
+    callbacks = [start, *check_callbacks(callbacks)]
+    components = Components(data=catalog, classes=trained)
+    context = RunContext(world, display, callbacks, components, resume)
     folder = RunFolder(path)
-    with preserve_torch_state(world, path), context.display:
+    with preserve_torch_state(world, path), display:
         results = train_run(new_recipe, folder, context)
         if "extension" in results:
             return results
 
         def compare() -> dict[str, Any]:
-            embedders = [Embedder.load(place, str(world.device)) for place in (old.path, path)]
-            unseen = compare_unseen(*embedders, catalog, new_recipe, new_classes)
+            before, after = (Embedder.load(home, str(world.device)) for home in (old.path, path))
+            unseen = compare_unseen(before, after, catalog, new_recipe, new_classes)
             extension = {"of": str(run), "new_classes": new_classes, "unseen": unseen}
             folder.write_results({**results, "extension": extension})
             return folder.read_results()
@@ -219,8 +231,8 @@ def _stage(path: Path) -> Path:
     return path / SECOND_STAGE if (path / SECOND_STAGE).is_dir() else path
 
 
-def _check_run(folder: RunFolder) -> tuple[Recipe, set[str]]:
-    """Return recipe and classes of a finished run; reject runs that cannot be extended.
+def _check_run(folder: RunFolder) -> tuple[Recipe, dict[str, int]]:
+    """Return the recipe of a finished run and its images by class; reject unsuitable runs.
 
     The classes include those held out of training.
     """
@@ -244,7 +256,7 @@ def _check_run(folder: RunFolder) -> tuple[Recipe, set[str]]:
             )
     if recipe.loss.sharded:
         raise UsageError(f"the run in {folder.path} has loss.sharded and cannot be extended")
-    return recipe, {*saved.checkpoint["images"]["classes"]}
+    return recipe, saved.checkpoint["images"]["classes"]
 
 
 def _open_old(folder: RunFolder, recipe: Recipe, root: str | os.PathLike[str] | None) -> Catalog:
@@ -261,9 +273,12 @@ def _open_old(folder: RunFolder, recipe: Recipe, root: str | os.PathLike[str] | 
 
 
 def extended_recipe(
-    recipe: Recipe, start: Path, file: Path, epochs: int | None, keep_space: bool
+    recipe: Recipe, start: Path, file: Path, images: int, epochs: int | None, keep_space: bool
 ) -> Recipe:
-    """Return the recipe of a run that extends the one in ``start``, with its images in a file."""
+    """Return the recipe of a run that extends the one in ``start``.
+
+    Its catalog is in ``file`` and has a number of training ``images``.
+    """
     if keep_space:
         for key in ("pca_dim", "bits"):
             if getattr(recipe.model, key):
@@ -272,13 +287,15 @@ def extended_recipe(
                 )
         if epochs:
             raise UsageError(f"--keep-space trains no epochs, got --epochs {epochs}")
-    extended_before = recipe.name.endswith(_SUFFIX) and recipe.training.epochs > 0
-    lr, multiplier = recipe.optimizer.lr, recipe.optimizer.proxy_multiplier
-    if not (extended_before or keep_space):
-        lr, multiplier = lr * LR_SHARE, multiplier / LR_SHARE
-    default = recipe.training.epochs
-    if not extended_before:
-        default = max(MIN_EPOCHS, math.ceil(default / 3))
+    optimizer, before = recipe.optimizer, recipe.training.epochs
+    if keep_space:
+        epochs, share = 0, 1.0
+    elif recipe.name.endswith(_SUFFIX) and before > 0:
+        epochs, share = epochs or before, 1.0
+    else:  # head and proxies keep their rates
+        enough = math.ceil(MIN_STEPS * recipe.data.batch_size / images)
+        default = max(MIN_EPOCHS, math.ceil(before / 3), min(before or enough, enough))
+        epochs, share = epochs or default, LR_SHARE
     schedule = recipe.schedule.name
     dataset = "vectors" if file.name == VECTORS_FILE else "parquet"
     return recipe.override(
@@ -287,7 +304,11 @@ def extended_recipe(
             "data": {"dataset": dataset, "root": str(file), "columns": {}, "cache": AUTO},
             "data.labels_from_name": None,
             "model.weights": str(start.absolute()),
-            "optimizer": {"lr": lr, "proxy_multiplier": multiplier},
+            "optimizer": {
+                "lr": optimizer.lr * share,
+                "head_multiplier": optimizer.head_multiplier / share,
+                "proxy_multiplier": optimizer.proxy_multiplier / share,
+            },
             "schedule": {
                 "name": schedule if schedule in ("constant", "cosine") else "step",
                 "every": AUTO,
@@ -295,7 +316,7 @@ def extended_recipe(
                 "warmup_steps": 0,
                 "freeze_backbone_epochs": 0,
             },
-            "training": {"epochs": 0 if keep_space else epochs or default, "stop_after": 0},
+            "training": {"epochs": epochs, "stop_after": 0},
             "training.max_steps": None,
             "training.max_time": None,
             "evaluation": {"protocol": "last", "untrained": False, "every": AUTO},
@@ -343,9 +364,10 @@ def join_catalogs(
             raise UsageError("the vectors of the run and the new ones differ in dimension")
         if all(catalog.has_paths for catalog in catalogs):  # type: ignore[attr-defined]
             fields["paths"] = [*rows]
-        return VectorCatalog.from_arrays(np.stack(vectors), source=str(file), **fields)
-    notes = [note for catalog in catalogs for note in catalog.remarks()]
-    return Catalog(tuple(rows), root=file.parent, notes=tuple(notes), **fields)
+        joined: Catalog = VectorCatalog.from_arrays(np.stack(vectors), source=str(file), **fields)
+    else:
+        joined = Catalog(tuple(rows), root=file.parent, **fields)
+    return replace(joined, notes=tuple(joined.shared_classes()))
 
 
 def write_catalog(catalog: Catalog, file: Path) -> None:
@@ -355,9 +377,11 @@ def write_catalog(catalog: Catalog, file: Path) -> None:
             catalog.to_parquet(part)
         return
     names = ("labels", "splits", "queries", "galleries")
-    fields = {name: getattr(catalog, name) for name in names}
+    fields: dict[str, Any] = {name: getattr(catalog, name) for name in names}
     fields["paths"] = None if catalog.root == file else catalog.paths
-    arrays = {name: np.array(list(values)) for name, values in fields.items() if values is not None}
+    arrays: dict[str, Any] = {
+        name: np.array(list(values)) for name, values in fields.items() if values is not None
+    }
     buffer = io.BytesIO()
     np.savez(buffer, vectors=catalog.vectors, **arrays)
     atomic_write(file, buffer.getvalue())
@@ -388,11 +412,10 @@ def compare_unseen(
         for name, mask in (("old", ~is_new), ("new", is_new)):
             mask = mask & evaluation.is_scored
             if mask.any():
-                part = results.setdefault(name, {"queries": int(mask.sum())})
                 scores = {
                     key: float(values[mask].mean()) for key, values in evaluation.scores.items()
                 }
-                part[time] = scores
+                results.setdefault(name, {})[time] = {**scores, "queries": int(mask.sum())}
     return results
 
 
