@@ -1,5 +1,6 @@
 """Add classes to trained runs of images and of vectors."""
 
+import json
 import shutil
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 import proximetry as px
 from proximetry._util.errors import UsageError
+from proximetry.cli import main
 from proximetry.data import VectorCatalog
 from proximetry.losses import Proxies
 from proximetry.metrics import evaluate
@@ -89,7 +91,7 @@ def test_old_proxies_are_kept_and_new_ones_start_at_class_means(home, tmp_path):
         torch.testing.assert_close(after[name], mean)
 
 
-def test_extended_run_knows_all_classes_and_compares_unseen_images(home, extended, capsys):
+def test_extended_run_knows_all_classes_and_compares_unseen_images(home, extended):
     results = RunFolder(extended).read_results()["extension"]
     assert results["new_classes"] == ["9", "10", "11"]
     embedders = {"before": home / "run", "after": extended}
@@ -174,6 +176,7 @@ def test_images_are_added_to_their_folder(home, tmp_path, cache, options):
     assert new.path == tmp_path / "run-2"
     assert {*new.embedder.class_names} == {*old.embedder.class_names, "class10", "class11"}
     assert new.results["selected"]["held_out"]["queries"] == 12
+    assert [*new.results["extension"]["unseen"]] == ["old"]
     same = old.embedder.fingerprint() == new.embedder.fingerprint()
     assert same == ("keep_space" in options)
     if same:
@@ -198,6 +201,7 @@ def test_extension_of_a_keep_space_run_trains(home, tmp_path):
         ({"model.pca_dim": 4, "keep_space": True}, "excludes model.pca_dim"),
         ({"new": "few"}, "no new classes"),
         ({"epochs": 2, "keep_space": True}, "trains no epochs"),
+        ({"epochs": 0}, "must be at least 1"),
         ({"out": "run"}, "is the folder of the old run"),
     ],
 )
@@ -241,3 +245,17 @@ def test_extended_runs_start_from_average_weights_and_several_proxies(home, tmp_
 @pytest.mark.parametrize(("run", "out"), [("a", "a-2"), ("a-2", "a-3"), ("a-b", "a-b-2")])
 def test_default_folder_has_a_number(run, out):
     assert str(default_out(f"runs/{run}")) == f"runs/{out}"
+
+
+def test_command_prints_the_comparison_or_json(home, tmp_path, capsys):
+    words = ["extend", home / "run", home / "new.npz", "--out", tmp_path / "out", "--keep-space"]
+    words = [str(word) for word in (*words, "--no-replay", "--device", "cpu")]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "new classes: 9, 10, 11" in out
+    assert "new classes, after" in out
+    assert main([*words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["folder"] == str(tmp_path / "out")
+    assert document["extension"]["new_classes"] == ["9", "10", "11"]
+    assert main([*words[:-3], "--epochs", "0"]) == 2

@@ -32,7 +32,8 @@ def extend(
         new_images: a folder of class folders, a table, a tar file, vectors or a dataset's name, as
             for `proximetry train`; images of known classes are added to these classes.
         out: folder of the new run; default: that of the old run with a number, as in runs/mine-2.
-        epochs: number of epochs; default: a third of those of the old run, at least three.
+        epochs: number of epochs; default: a third of those of the old run, but at least three and,
+            if that run had as many, enough for 100 steps.
         keep_space: keep the embedder unchanged, so that galleries remain valid; only add classes
             and proxies.
         no_replay: do not use the old images; needs --keep-space.

@@ -145,7 +145,8 @@ def extend(
             Images of known classes are added to these classes.
         out: folder of the new run; by default that of the old run with a number: runs/mine-2.
         root: path of the old images, if they have moved.
-        epochs: number of epochs; by default a third of those of the old run, at least three.
+        epochs: number of epochs; by default a third of those of the old run, at least three and,
+            if that run had as many, enough for 100 steps.
         keep_space: keep the embedder unchanged, so that galleries remain valid, and only add
             classes and proxies.
         replay: use the old images; False needs ``keep_space``.
@@ -172,7 +173,8 @@ def extend(
     start = Start.read(old, recipe)
     trained = start.classes
     catalogs = [_open_old(old, recipe, root)] if replay else []
-    catalogs.append(open_dataset(*resolve_source(new_images)))
+    skip = recipe.data.bad_images == "skip"
+    catalogs.append(open_dataset(*resolve_source(new_images), allow_missing=skip))
     old_names = {*trained}
     known = {*images_of, *trained}
     is_vectors = isinstance(catalogs[-1], VectorCatalog)
@@ -183,7 +185,8 @@ def extend(
     if not new_classes:
         raise UsageError(
             f"{os.fspath(new_images)} has no new classes for the run in {run}: all are among its "
-            f"{len(known)} classes. Add images of other classes, or train a new run."
+            f"{len(known)} classes, unseen ones included. Add images of other classes, or train a "
+            "new run."
         )
     for line in catalogs[-1].remarks():
         display.message(line)
@@ -210,7 +213,7 @@ def extend(
         def compare() -> dict[str, Any]:
             before, after = (Embedder.load(home, str(world.device)) for home in (old.path, path))
             unseen = compare_unseen(before, after, catalog, new_recipe, new_classes)
-            extension = {"of": str(run), "new_classes": new_classes, "unseen": unseen}
+            extension = {"of": Path(run).name, "new_classes": new_classes, "unseen": unseen}
             folder.write_results({**results, "extension": extension})
             return folder.read_results()
 
@@ -285,8 +288,10 @@ def extended_recipe(
                 raise UsageError(
                     f"--keep-space excludes model.{key}, which is fitted on all training images"
                 )
-        if epochs:
+        if epochs is not None:
             raise UsageError(f"--keep-space trains no epochs, got --epochs {epochs}")
+    elif epochs is not None and epochs < 1:
+        raise UsageError(f"--epochs must be at least 1, got {epochs}")
     optimizer, before = recipe.optimizer, recipe.training.epochs
     if keep_space:
         epochs, share = 0, 1.0
@@ -301,7 +306,8 @@ def extended_recipe(
     return recipe.override(
         {
             "name": recipe.name.removesuffix(_SUFFIX) + _SUFFIX,
-            "data": {"dataset": dataset, "root": str(file), "columns": {}, "cache": AUTO},
+            "data": {"dataset": dataset, "root": str(file), "columns": {}},
+            "data.cache": "none" if keep_space else AUTO,
             "data.labels_from_name": None,
             "model.weights": str(start.absolute()),
             "optimizer": {
@@ -394,12 +400,11 @@ def compare_unseen(
     recipe: Recipe,
     new_classes: Collection[str],
 ) -> dict[str, dict[str, Any]]:
-    """Evaluate old and new classes with two embedders, on the test images or else the split val.
+    """Evaluate old and new classes with two embedders, on held-out and test images.
 
     The gallery of a query has the images of all classes. Returns nothing without such images.
     """
-    split = "test" if "test" in catalog.splits else "val"
-    unseen = drop_unused_roles(catalog.filter(split=split))
+    unseen = drop_unused_roles(catalog.subset(catalog.rows("val", "test")))
     if not len(unseen) or explain_missing_positives(unseen):
         return {}
     results: dict[str, dict[str, Any]] = {}
