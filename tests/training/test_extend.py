@@ -122,6 +122,13 @@ def test_killed_extension_resumes_bit_exactly(home, extended, tmp_path, step):
     assert_same_run(extended, tmp_path / "out")
 
 
+def test_comparison_is_made_after_a_kill_before_it(home, extended, tmp_path):
+    folder = RunFolder(shutil.copytree(extended, tmp_path / "out"))
+    results = folder.read_results()
+    folder.write_results({key: results[key] for key in results if key != "extension"})
+    assert start(home, home / "run", "new", folder.path) == results
+
+
 def test_train_resumes_a_killed_extension_without_the_old_run(home, extended, tmp_path):
     run = shutil.copytree(home / "run", tmp_path / "run")
     start(home, run, "new", tmp_path / "out", 3)
