@@ -249,9 +249,18 @@ def test_extended_runs_start_from_average_weights_and_several_proxies(home, tmp_
     assert proxies_of(out)["11"].shape == (2, 8)
 
 
-@pytest.mark.parametrize(("run", "out"), [("a", "a-2"), ("a-2", "a-3"), ("a-b", "a-b-2")])
-def test_default_folder_has_a_number(run, out):
-    assert str(default_out(f"runs/{run}")) == f"runs/{out}"
+@pytest.mark.parametrize(
+    ("run", "file", "out"),
+    [
+        ("a", "recipe.yaml", "a-2"),
+        ("a-2", "images.parquet", "a-3"),
+        ("flowers-102", "recipe.yaml", "flowers-102-2"),
+    ],
+)
+def test_default_folder_has_a_number(tmp_path, run, file, out):
+    (tmp_path / run).mkdir()
+    (tmp_path / run / file).touch()
+    assert default_out(tmp_path / run) == tmp_path / out
 
 
 def test_command_prints_the_comparison_or_json(home, tmp_path, capsys):

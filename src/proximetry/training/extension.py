@@ -221,10 +221,11 @@ def extend(
 
 
 def default_out(run: str | os.PathLike[str]) -> Path:
-    """Return the default folder of an extended run: mine-2 for mine, mine-3 for mine-2."""
+    """Return the default folder of an extended run: mine-2 for mine, then mine-3."""
     path = Path(run)
     name, _, number = path.name.rpartition("-")
-    if name and number.isdecimal():
+    is_extended = any((path / file).exists() for file in (IMAGES_TABLE, VECTORS_FILE))
+    if is_extended and name and number.isdecimal():
         return path.with_name(f"{name}-{int(number) + 1}")
     return path.with_name(f"{path.name}-2")
 
