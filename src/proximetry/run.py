@@ -85,6 +85,37 @@ class Run:
         write_report([self.path], page, source=None if images is None else os.fspath(images))
         return page
 
+    def extend(
+        self,
+        new_images: str | os.PathLike[str],
+        out: str | os.PathLike[str] | None = None,
+        *,
+        epochs: int | None = None,
+        keep_space: bool = False,
+        **options: Any,
+    ) -> Run:
+        """Add classes to the run, in another folder, as `proximetry extend` does.
+
+        Args:
+            new_images: images of new classes, as for `train`; those of known classes are added to
+                these classes.
+            out: folder of the new run; by default that of this run with a number: runs/mine-2.
+            epochs: by default a third of those of this run, at least three.
+            keep_space: keep the embedder unchanged, so that galleries remain valid.
+            options: further arguments of `proximetry.training.extend`, such as `root`.
+
+        Returns:
+            The new run; ``results["extension"]`` compares old and new classes.
+        """
+        from proximetry.training.extension import default_out
+
+        path = default_out(self.path) if out is None else Path(out)
+        options = {"device": self._device, "display": make_display()} | options
+        training.extend(
+            self.path, new_images, path, epochs=epochs, keep_space=keep_space, **options
+        )
+        return Run(path, self._device)
+
     def index(
         self, images: Any, out: str | os.PathLike[str] | None = None, **options: Any
     ) -> Gallery:

@@ -97,7 +97,7 @@ def choose(
     if epochs == AUTO:
         epochs = choose_epochs(images, recipe.data.batch_size, device.cuda)
         lines.append(f"{epochs} epochs, by the number of training images ({format_int(images)})")
-    if epochs <= recipe.schedule.freeze_backbone_epochs:
+    if 0 < epochs <= recipe.schedule.freeze_backbone_epochs:
         lines.append(
             f"warning: the backbone is frozen for all epochs: {epochs}. Train longer, or lower "
             "schedule.freeze_backbone_epochs"
@@ -108,7 +108,7 @@ def choose(
         "training.cuda_graph": graph,
         "training.epochs": epochs,
         "training.checkpoint_epochs": math.ceil(CHECKPOINT_IMAGES / images) if device.cuda else 1,
-        "schedule.every": math.ceil(epochs / 3),
+        "schedule.every": max(1, math.ceil(epochs / 3)),
         "evaluation.every": max(1, epochs // EVALUATIONS),
     }
     changes = {key: value for key, value in values.items() if before[key] == AUTO}

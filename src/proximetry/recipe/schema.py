@@ -92,6 +92,7 @@ UserPath = Annotated[Text, AfterValidator(os.path.expanduser)]
 AbsolutePath = Annotated[UserPath, AfterValidator(os.path.abspath)]
 # These may be "auto" until `auto.choose` sets a value.
 AutoCount = Annotated[Count, WrapValidator(_or_auto)]
+AutoInteger = Annotated[Annotated[Integer, Field(ge=0)], WrapValidator(_or_auto)]
 AutoFlag = Annotated[Flag, WrapValidator(_or_auto)]
 Protocol = Literal["held_out", "last", "paper"]
 
@@ -374,8 +375,10 @@ class ScheduleConfig(Section):
 class TrainingConfig(Section):
     """The training loop."""
 
-    epochs: AutoCount = _key(
-        60, "number of epochs; auto chooses by the number of training images", role="duration"
+    epochs: AutoInteger = _key(
+        60,
+        "number of epochs, 0 to train nothing; auto chooses by the number of training images",
+        role="duration",
     )
     max_steps: Count | None = _key(
         None,

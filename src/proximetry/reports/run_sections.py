@@ -98,6 +98,9 @@ def metrics_section(record: RunRecord, run: RunEvaluation | None) -> ReportSecti
         caption = f"Metrics on the images of this report: {split}"
         columns = {"embedder of the run": run.scores}
         tables.append(_metrics_table(caption, columns, run.intervals))
+    for name, part in record.results.get("extension", {}).get("unseen", {}).items():
+        columns = {time: part[time] for time in ("before", "after")}
+        tables.append(_metrics_table(f"Extension: unseen images of {name} classes", columns, {}))
     return section(
         "Metrics",
         "metrics.html",

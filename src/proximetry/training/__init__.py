@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from proximetry.training.embedding_transformer import EmbeddingTransformer
     from proximetry.training.errors import RankError, RunError
     from proximetry.training.evaluator import evaluate_embedder
+    from proximetry.training.extension import extend
     from proximetry.training.run import Stopped
     from proximetry.training.run_folder import RunFolder
     from proximetry.training.trainer import train
@@ -33,6 +34,7 @@ __all__ = [
     "RunFolder",
     "Stopped",
     "evaluate_embedder",
+    "extend",
     "shipped_recipes",
     "train",
 ]
@@ -46,6 +48,7 @@ __getattr__ = lazy_exports(
         "embedding_transformer": ("EmbeddingTransformer",),
         "evaluator": ("evaluate_embedder",),
         "errors": ("RankError", "RunError"),
+        "extension": ("extend",),
         "run": ("Stopped",),
         "trainer": ("train",),
         "run_folder": ("RunFolder",),

@@ -98,6 +98,8 @@ def build(
             data.open_cache(recipe.data.cache)
     elif recipe.model.freeze_backbone:
         data.stage = "features"
+    with_images = {*data.class_names}
+    data.class_names += [name for name in context.components.classes if name not in with_images]
     on_cuda = world.device.type == "cuda"
     if on_cuda:  # deterministic kernels are as fast for these networks
         torch.backends.cudnn.deterministic = True

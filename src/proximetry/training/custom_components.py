@@ -3,7 +3,7 @@
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from os import PathLike
@@ -23,11 +23,15 @@ from proximetry.training.sources.torch_dataset import TorchDatasets, torch_datas
 
 @dataclass(frozen=True)
 class Components:
-    """Custom data, embedder and loss; None for the recipe's."""
+    """Custom data, embedder and loss; None for the recipe's.
+
+    ``classes`` are trained without images if the data has none of them.
+    """
 
     data: Catalog | TorchDatasets | None = None
     embedder: Embedder | None = None
     loss: nn.Module | None = None
+    classes: Sequence[str] = ()
 
 
 def custom_components(

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from filelock import BaseFileLock
 
 LOCK = "run.lock"
+IMAGES_TABLE, VECTORS_FILE = "images.parquet", "vectors.npz"
+"""The images, or vectors, of an extended run."""
 LOCK_SECONDS = 20.0
 """Seconds that a run waits for the lock of its folder."""
 FIRST_STAGE = "first-stage"
@@ -68,6 +70,8 @@ _FILES = (
     "wandb/run-*",
     "wandb/offline-run-*",
     "environment.json",
+    IMAGES_TABLE,
+    VECTORS_FILE,
     "recipe.yaml",
 )
 _MAX_FILE_SIZE = 100_000_000

@@ -103,10 +103,10 @@ def train(
     with preserve_torch_state(world, out), run_display:
         if recipe.training.two_stages:
             return _train_two_stages(recipe, Path(out), context)
-        return _train_run(recipe, RunFolder(Path(out)), context)
+        return train_run(recipe, RunFolder(Path(out)), context)
 
 
-def _train_run(
+def train_run(
     recipe: Recipe, folder: RunFolder, context: RunContext, second: RunFolder | None = None
 ) -> dict[str, Any]:
     """Train one recipe in one folder, from the start or from its last checkpoint.
@@ -334,7 +334,7 @@ def _train_two_stages(recipe: Recipe, out: Path, context: RunContext) -> dict[st
     """
     check_stages_folder(out)
     first, second = RunFolder(out / FIRST_STAGE), RunFolder(out / SECOND_STAGE)
-    selection = _train_run(first_stage(recipe), first, context, second)
+    selection = train_run(first_stage(recipe), first, context, second)
     epochs = selection["selected"]["epoch"]
     drops = [drop for drop in selection["drops"] if drop < epochs]
     recipe = recipe.override(
@@ -346,5 +346,5 @@ def _train_two_stages(recipe: Recipe, out: Path, context: RunContext) -> dict[st
         }
     )
     context.display.message(f"second stage: {epochs} epochs, learning-rate drops after {drops}")
-    results = _train_run(recipe, second, context)
+    results = train_run(recipe, second, context)
     return {**results, "protocol": "held_out", "first_stage": selection["selected"]}
