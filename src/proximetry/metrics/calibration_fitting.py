@@ -195,14 +195,19 @@ def _sample_rows(codes: IntArray, rng: np.random.Generator) -> IntArray:
     classes = order[np.argsort(sizes[order] < 2, kind="stable")][: _MAX_IMAGES // 2]
     rows = rng.permutation(np.flatnonzero(np.isin(codes, classes)))
     by_class = rows[np.argsort(codes[rows], kind="stable")]
-    starts = np.append(0, np.cumsum(np.bincount(codes[rows], minlength=len(sizes)))[:-1])
-    number = np.arange(len(rows)) - starts[codes[by_class]]  # within the class
+    number = _number_within_class(codes[by_class])
     return np.sort(by_class[np.argsort(number, kind="stable")][:_MAX_IMAGES])
+
+
+def _number_within_class(sorted_codes: IntArray) -> IntArray:
+    """Number the images of each class from 0."""
+    return np.arange(len(sorted_codes)) - np.searchsorted(sorted_codes, sorted_codes)
 
 
 def _compare(vectors: Tensor, similarity: EmbedderSimilarity) -> Scores:
     """Return the similarities of all pairs of rows, from float64."""
-    left, right = project(vectors.double(), vectors.double(), similarity)
+    vectors = vectors.double()
+    left, right = project(vectors, vectors, similarity)
     result = np.empty((len(left), len(left)), np.float32)
     for rows in chunks(len(left), 512):
         product = left[rows] @ right.T
@@ -358,10 +363,8 @@ class _Pairs:
         for _ in range(_GALLERIES):
             order = rng.permutation(len(self.codes))
             order = order[np.argsort(self.codes[order], kind="stable")]
-            number = (
-                np.arange(len(order)) - np.append(0, np.cumsum(self.sizes)[:-1])[self.codes[order]]
-            )
-            in_gallery = enrolled[self.codes[order]] & (number < shots)
+            sorted_codes = self.codes[order]
+            in_gallery = enrolled[sorted_codes] & (_number_within_class(sorted_codes) < shots)
             gallery, queries = order[in_gallery], order[~in_gallery]
             nearest = self.similarities[np.ix_(queries, gallery)]
             nearest = nearest.reshape(len(queries), -1, shots).max(2)  # of each class

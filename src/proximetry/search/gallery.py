@@ -519,8 +519,9 @@ class Gallery:
             scores = hits.scores.astype(np.float32)
             hits = Hits(hits.positions, snapshot.scores(vectors, hits.positions))
         calibration = self.calibration
-        # Where images have no class, their number of classes is that of the calibration.
-        default_share = 0.5 if calibration is None else 1 / calibration.gallery_classes
+        prior = 0.5
+        if calibration is not None:  # without classes, as many as in the calibration
+            prior = snapshot.class_share or 1 / calibration.gallery_classes
         return SearchResult(
             snapshot.ids(hits.positions),
             as_similarities(hits.scores, self.similarity),
@@ -529,7 +530,7 @@ class Gallery:
             scores,
             images,
             calibration,
-            snapshot.class_share or default_share,
+            prior,
             _positions=hits.positions,
             _take=snapshot.take,
         )

@@ -171,12 +171,11 @@ def extend(
             "unchanged with --keep-space, or use the old images."
         )
     start = Start.read(old, recipe)
-    trained = start.classes
     catalogs = [_open_old(old, recipe, root)] if replay else []
     skip = recipe.data.bad_images == "skip"
     catalogs.append(open_dataset(*resolve_source(new_images), allow_missing=skip))
-    old_names = {*trained}
-    known = {*images_of, *trained}
+    old_names = {*start.classes}
+    known = {*images_of, *old_names}
     is_vectors = isinstance(catalogs[-1], VectorCatalog)
     file = path.absolute() / (VECTORS_FILE if is_vectors else IMAGES_TABLE)
     catalog = join_catalogs(catalogs, file, known, old_names)
@@ -202,7 +201,7 @@ def extend(
     images = len(catalog.rows("train"))
     new_recipe = extended_recipe(recipe, old.path, file, images, epochs, keep_space)
     callbacks = [start, *check_callbacks(callbacks)]
-    components = Components(data=catalog, classes=trained)
+    components = Components(data=catalog, classes=start.classes)
     context = RunContext(world, display, callbacks, components, resume)
     folder = RunFolder(path)
     with preserve_torch_state(world, path), display:

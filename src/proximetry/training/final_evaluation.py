@@ -138,6 +138,8 @@ def calibrate_embedder(run: Run, split_scores: SplitScores) -> None:
     shares = [split_scores.vectors[split].cpu()]
     if (group := dist.group.WORLD) is not None and run.world.size > 1:
         shares = gather_objects(shares[0], group)
+    if not run.world.is_main:  # it saves the embedder
+        return
     try:
         split_scores.embedder.calibration = calibrate(
             torch.cat(shares), labels[rows[split]], similarity=run.recipe.evaluation.similarity
