@@ -115,10 +115,20 @@ def test_cuda_graph_has_no_effect_on_the_cpu(recipe, tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_graph_trains_like_eager_mode(images, cache, tmp_path):
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"name": "proxy_anchor"},
+        {"name": "sphereface"},  # counts its steps
+        {"name": "cosface", "exclusive": 0.1},  # only the network is in the graph
+    ],
+    ids=lambda loss: loss["name"],
+)
+def test_cuda_graph_trains_like_eager_mode(images, cache, tmp_path, loss):
     recipe = make_recipe(
         images,
         cache,
+        loss=loss,
         data={"cache": "gpu"},
         model={"backbone": "tf_efficientnet_lite0", "freeze_batchnorm": True, "image_size": 64},
         schedule={"freeze_backbone_epochs": 1},
@@ -578,7 +588,7 @@ def test_early_stopping_saves_the_selected_epoch(images, cache, tmp_path, monkey
     assert "no improvement of held-out MAP@R" in results["stopped_early"]
     assert results["stopped_early"] in capsys.readouterr().out.splitlines()
     assert results["selected"]["epoch"] == 1
-    saved = Embedder.load(tmp_path / "run" / "embedder").state_dict()
+    saved = Embedder.load(tmp_path / "run" / "embedder", device="cpu").state_dict()
     best, last = tensors(tmp_path / "run", "best"), tensors(tmp_path / "run")
     assert all(torch.equal(value, best[f"embedder.{key}"]) for key, value in saved.items())
     names = [f"embedder.{key}" for key in saved]
@@ -758,7 +768,7 @@ def test_dropout_is_active_in_training_only(recipe, tmp_path):
     assert_same_run(tmp_path / "some", tmp_path / "again")
     none, some = (RunFolder(tmp_path / name).history()[1]["loss"] for name in ("none", "some"))
     assert none != some
-    embedder = Embedder.load(tmp_path / "some" / "embedder")
+    embedder = Embedder.load(tmp_path / "some" / "embedder", device="cpu")
     pixels = torch.randint(0, 256, (2, 3, 24, 24), dtype=torch.uint8)
     assert torch.equal(embedder.embed(pixels), embedder.embed(pixels))
 

@@ -1,12 +1,12 @@
 """CUDA graphs: record the kernels of a network once and replay them with one launch.
 
-Networks take one tensor. Batches whose shape differs from the first run without the graph. If
-recording fails, `on_failure` is called and all batches run without a graph; by default it raises.
+Inputs whose shapes differ from the first run without the graph. If recording fails, `on_failure` is
+called and everything runs without a graph; by default it raises.
 """
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ class GraphedInference:
     def __call__(self, batch: Tensor) -> Tensor:
         """Return the network's result; the first call records the graph."""
         if self._graph is None and not self._failed:
-            self._failed = not _try_record(self._record, batch, self._on_failure)
+            self._failed = not _try_record(self._record, [batch], self._on_failure)
         if self._failed or batch.shape != self._input.shape:
             return self._network(batch)
         self._input.copy_(batch)
@@ -55,52 +55,54 @@ class GraphedInference:
 
 
 class GraphedNetwork(nn.Module):
-    """A network whose forward and backward pass are CUDA graphs."""
+    """A network, or a network with its loss, whose forward and backward pass are CUDA graphs."""
 
     def __init__(self, network: nn.Module, on_failure: OnFailure | None = None) -> None:
         super().__init__()
         self.network, self._on_failure = network, on_failure
         self._graph: Any = None
-        self._shape: torch.Size | None = None
+        self._shapes: list[torch.Size] = []
 
-    def forward(self, batch: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Tensor:
         """Return the network's result; the first call records the graphs."""
-        if self._graph is None and not _try_record(self._record, batch, self._on_failure):
+        if self._graph is None and not _try_record(self._record, inputs, self._on_failure):
             self._graph = self.network
-        network = self._graph if batch.shape == self._shape else self.network
-        return network(batch)  # type: ignore[no-any-return]
+        network = self._graph if [x.shape for x in inputs] == self._shapes else self.network
+        return network(*inputs)  # type: ignore[no-any-return]
 
-    def _record(self, batch: Tensor) -> None:
+    def _record(self, *inputs: Tensor) -> None:
         # Recording runs the network several times: restore buffers and random state.
         buffers = [buffer.clone() for buffer in self.network.buffers()]
-        rng_state = torch.cuda.get_rng_state(batch.device)
+        device = inputs[0].device
+        rng_state = torch.cuda.get_rng_state(device)
         network = copy.copy(self.network)  # torch replaces its forward
         try:
             with _pause_garbage_collection():
                 self._graph = torch.cuda.make_graphed_callables(
-                    network, (batch.clone(),), allow_unused_input=True
+                    network, tuple(x.clone() for x in inputs), allow_unused_input=True
                 )
         finally:
             for buffer, value in zip(self.network.buffers(), buffers, strict=True):
                 buffer.copy_(value)
-            torch.cuda.set_rng_state(rng_state, batch.device)
-        self._shape = batch.shape
+            torch.cuda.set_rng_state(rng_state, device)
+        self._shapes = [x.shape for x in inputs]
 
 
 def _try_record(
-    record: Callable[[Tensor], None], batch: Tensor, on_failure: OnFailure | None
+    record: Callable[..., None], inputs: Sequence[Tensor], on_failure: OnFailure | None
 ) -> bool:
     """Record a graph and return whether it succeeded; report a failure."""
     try:
-        record(batch)
+        record(*inputs)
     except RuntimeError as error:  # includes CUDA errors and out of memory
         if on_failure is None:
             raise
-        if batch.is_cuda:
+        if inputs[0].is_cuda:
             # The generator is still in capture mode: replace its state.
-            generator = torch.Generator(batch.device)
-            generator.set_state(torch.cuda.get_rng_state(batch.device))
-            default = torch.cuda.default_generators[batch.device.index]
+            device = inputs[0].device
+            generator = torch.Generator(device)
+            generator.set_state(torch.cuda.get_rng_state(device))
+            default = torch.cuda.default_generators[device.index]
             default.graphsafe_set_state(generator.graphsafe_get_state())
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         on_failure(f"no CUDA graph: recording it failed ({reason})")

@@ -97,6 +97,18 @@ class Objective(nn.Module):
         return total
 
     @property
+    def is_recordable(self) -> bool:
+        """Whether a CUDA graph can include the loss: one of this package, without other terms."""
+        return (
+            type(self.loss) in losses.LOSSES.values()
+            and isinstance(self.loss, losses.ProxyLoss)
+            and self.loss.proxy_optimizer is None
+            and self.loss.sampled_negatives == 1.0
+            and self.exclusive is None
+            and self.angular_center is None
+        )
+
+    @property
     def sharded_weight(self) -> nn.Parameter | None:
         """The proxies of this rank, if they are sharded."""
         return self.proxies.weight if isinstance(self.proxies, losses.ShardedProxies) else None
@@ -126,6 +138,18 @@ class TrainingNetwork(nn.Module):
             return self.embedder.project(features)
 
 
+class BatchLoss(nn.Module):
+    """The loss of a batch of pixels."""
+
+    def __init__(self, network: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self.network, self.objective = network, objective
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss."""
+        return self.objective(self.network(pixels), labels)  # type: ignore[no-any-return]
+
+
 class Updater:
     """Updates embedder, loss and moving average, step by step.
 
@@ -133,7 +157,7 @@ class Updater:
         network: pixels to embeddings, wrapped for the GPU or for several processes.
         average: the exponential moving average of the embedder's weights, if there is one.
         scaler: gradient scaler for float16.
-        graph: whether the network runs as a CUDA graph.
+        graph: whether the network, and its loss if possible, run as a CUDA graph.
     """
 
     def __init__(
@@ -184,8 +208,12 @@ class Updater:
             self._averages: list[Tensor] = [average for average, p in pairs if p.requires_grad]
         # CUDA graphs and DistributedDataParallel depend on which parameters are trained.
         self.network: nn.Module = self._training_network
+        self._batch_loss: nn.Module | None = None
         if self.graph:
             self.network = GraphedNetwork(self._training_network, self._on_graph_failure)
+            if self.objective.is_recordable:
+                whole = BatchLoss(self._training_network, self.objective)
+                self._batch_loss = GraphedNetwork(whole, self._on_graph_failure)
         if self.world.size > 1:  # a custom network may not use all of its parameters
             unused = self.embedder.is_custom
             self.network = DistributedDataParallel(self.network, find_unused_parameters=unused)
@@ -223,7 +251,9 @@ class Updater:
         self.optimizer.zero_grad(set_to_none=True)
         count = self.recipe.training.accumulate
         all_labels = gather_with_gradient(labels) if self._gathers else labels
-        if count == 1:
+        if self._batch_loss is not None:
+            loss = self._backward(self._batch_loss(pixels, labels))
+        elif count == 1:
             loss = self._loss(self.network(pixels), all_labels, step)
         else:
             parts = list(enumerate(chunks(len(pixels), -(-len(pixels) // count))))
@@ -248,7 +278,9 @@ class Updater:
             torch.manual_seed(derive_seed(self.recipe.training.seed, step))
         if self._gathers:
             embeddings = gather_with_gradient(embeddings)
-        loss: Tensor = self.objective(embeddings, labels)
+        return self._backward(self.objective(embeddings, labels))
+
+    def _backward(self, loss: Tensor) -> Tensor:
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach().double()
 
