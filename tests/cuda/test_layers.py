@@ -137,6 +137,27 @@ def test_kernels_launch_on_the_device_of_their_input(monkeypatch):
     assert launched == [True, True]
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_pointwise_convolution_equals_torch(monkeypatch, bias, dtype):
+    monkeypatch.setattr(layers, "_suits", lambda x: True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    plain = nn.Conv2d(24, 16, 1, bias=bias).to(device, dtype, memory_format=torch.channels_last)
+    fast = fuse(copy.deepcopy(plain))
+    results = []
+    for layer in (plain, fast):
+        torch.manual_seed(0)
+        x = torch.randn(3, 24, 5, 7, device=device, dtype=dtype)
+        x = x.to(memory_format=torch.channels_last).requires_grad_()
+        y = layer(x)
+        y.square().sum().backward()
+        results.append((y, x.grad, *(parameter.grad for parameter in layer.parameters())))
+    for expected, actual in zip(*results, strict=True):
+        assert (actual - expected).float().norm() < 1e-2 * expected.float().norm()
+    assert results[1][0].is_contiguous(memory_format=torch.channels_last)
+    assert type(unfuse(fast)) is nn.Conv2d
+
+
 def batch_norm(**changes):
     layer = nn.BatchNorm2d(8, track_running_stats=changes.pop("track", True))
     for name, value in changes.items():

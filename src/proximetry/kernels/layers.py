@@ -1,10 +1,11 @@
-"""Faster CUDA layers: batch norm with its activation, and depthwise convolutions.
+"""Faster CUDA layers: batch norm with its activation, depthwise and pointwise convolutions.
 
 `fuse` replaces supported layers, `unfuse` restores them. Parameters, buffers, names and checkpoints
 stay the same. Layers use torch where the kernels do not apply: on the CPU, for other
 memory formats, and when compiling.
 """
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from timm.layers.conv2d_same import Conv2dSame
 from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 # ACT of the kernels.
 _ACTIVATIONS: dict[type[nn.Module], int] = {nn.Identity: 0, nn.ReLU: 1, nn.ReLU6: 2}
@@ -101,6 +103,20 @@ def _padding(layer: Any, axis: int, length: int) -> tuple[int, int]:
     return padding, (length + 2 * padding - kernel) // stride + 1
 
 
+class PointwiseConv2d(nn.Conv2d):
+    """1 × 1 convolution as a matrix product in half precision: cuDNN starts slowly."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve [N, C, H, W]."""
+        if torch.is_autocast_enabled("cuda") and x.is_cuda:
+            x = x.to(torch.get_autocast_dtype("cuda"))
+        if not _suits(x) or x.dtype == torch.float32 or x.shape[1] != self.in_channels:
+            return super().forward(x)
+        weight = self.weight.flatten(1).to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x.permute(0, 2, 3, 1), weight, bias).permute(0, 3, 1, 2)
+
+
 def _is_norm(layer: nn.Module) -> bool:
     dropout = getattr(layer, "drop", None)  # of timm's batch norms, before the activation
     return isinstance(layer, nn.BatchNorm2d) and isinstance(dropout, nn.Identity | None)
@@ -120,6 +136,15 @@ def _is_depthwise(layer: nn.Module) -> bool:
     )
 
 
+def _is_pointwise(layer: nn.Module) -> bool:
+    return (
+        type(layer) is nn.Conv2d
+        and layer.kernel_size == layer.stride == (1, 1)
+        and layer.groups == 1
+        and layer.padding == (0, 0)
+    )
+
+
 class FusedBatchNormAct2d(FusedBatchNorm2d, BatchNormAct2d):
     """Fused version of timm's batch norm with activation."""
 
@@ -136,24 +161,31 @@ _FUSED: dict[type[nn.Module], Any] = {
     Conv2dSame: FusedConv2dSame,
 }
 _UNFUSED: dict[type[nn.Module], Any] = {fused: kind for kind, fused in _FUSED.items()}
+_UNFUSED[PointwiseConv2d] = nn.Conv2d
 
 
 def fuse(module: nn.Module) -> nn.Module:
-    """Return the module with batch norms and depthwise convolutions that use kernels on CUDA."""
-    return module if find_spec("triton") is None else _replace(module, _FUSED)
+    """Return the module with batch norms and convolutions that are faster on CUDA."""
+    return module if find_spec("triton") is None else _replace(module, _fused_class)
 
 
 def unfuse(module: nn.Module) -> nn.Module:
     """Return the module with the layers that `fuse` replaced."""
-    return _replace(module, _UNFUSED)
+    return _replace(module, lambda layer: _UNFUSED.get(type(layer)))
 
 
-def _replace(module: nn.Module, classes: dict[type[nn.Module], Any]) -> nn.Module:
+def _fused_class(layer: nn.Module) -> type[nn.Module] | None:
+    if _is_pointwise(layer):
+        return PointwiseConv2d
+    return _FUSED.get(type(layer)) if _is_norm(layer) or _is_depthwise(layer) else None
+
+
+def _replace(module: nn.Module, choose: Callable[[nn.Module], type[nn.Module] | None]) -> nn.Module:
     """Replace layers by layers of other classes with the same parameters, buffers and hooks."""
-    if type(module) in classes and (_is_norm(module) or _is_depthwise(module)):
-        layer: nn.Module = nn.Module.__new__(classes[type(module)])
+    if (chosen := choose(module)) is not None:
+        layer: nn.Module = nn.Module.__new__(chosen)
         layer.__dict__ = module.__dict__
         return layer
     for name, child in module.named_children():
-        setattr(module, name, _replace(child, classes))
+        setattr(module, name, _replace(child, choose))
     return module
