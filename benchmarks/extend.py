@@ -56,11 +56,12 @@ def measure(catalog: VectorCatalog, old: int, seed: int, home: Path, device: str
     for file, part in zip(half, (names[old:middle], names[middle:]), strict=True):
         write_catalog(catalog.filter(labels=part), file)
     extend(home / "old", files["new"], home / "extended", device=device)
+    extend(home / "old", files["new"], home / "no replay", replay=False, device=device)
     extend(home / "old", half[0], home / "first", device=device)
     extend(home / "first", half[1], home / "twice", device=device)
     scores: dict[str, dict[str, Any]] = {}
     frozen = Embedder.load(home / "old")
-    for name in ("extended", "twice", "all"):
+    for name in ("extended", "no replay", "twice", "all"):
         unseen = compare_unseen(frozen, Embedder.load(home / name), catalog, recipe, {*names[old:]})
         for time, title in (("before", "frozen"), ("after", name)):
             scores[title] = {group: part[time] for group, part in unseen.items()}

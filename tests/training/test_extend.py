@@ -16,7 +16,7 @@ from proximetry.losses import Proxies
 from proximetry.metrics import evaluate
 from proximetry.models import Embedder
 from proximetry.search import Gallery
-from proximetry.training import Recipe, RunError, RunFolder, extend, train
+from proximetry.training import Recipe, RunError, RunFolder, extend, extension, train
 from proximetry.training.checkpoint import read_part
 from proximetry.training.evaluator import encode_catalog
 from proximetry.training.extension import default_out, describe_extension
@@ -155,8 +155,6 @@ def test_keep_space_keeps_the_fingerprint_also_without_old_images(home, tmp_path
     recipe.save(run / "recipe.yaml")
     with pytest.raises(UsageError, match=r"cannot read the images.*--root.*--no-replay"):
         start(home, run, "new", tmp_path / "out")
-    with pytest.raises(UsageError, match=r"would forget their classes.*--keep-space"):
-        start(home, run, "new", tmp_path / "out", replay=False)
     moved = start(home, run, "new", tmp_path / "out", root=home / "old.npz", epochs=1)
     assert moved["epochs"] == 1
     start(home, run, "new", tmp_path / "kept", keep_space=True, replay=False)
@@ -165,6 +163,25 @@ def test_keep_space_keeps_the_fingerprint_also_without_old_images(home, tmp_path
     assert {*after.class_names} == {str(c) for c in range(OLD + NEW)}
     results = RunFolder(tmp_path / "kept").read_results()["extension"]["unseen"]
     assert results["new"]["before"] == results["new"]["after"]
+
+
+def test_extension_without_old_images_follows_the_old_embedder(home, tmp_path, monkeypatch):
+    def similarities(folder):
+        catalog = VectorCatalog.read(home / "old.npz")
+        vectors = encode_catalog(Embedder.load(folder, "cpu"), catalog)
+        return vectors @ vectors.T
+
+    changes = {}
+    for weight in (1e-6, 1e3):
+        monkeypatch.setattr(extension, "DISTILLATION_WEIGHT", weight)
+        out = tmp_path / str(weight)
+        start(home, home / "run", "eleven", out, replay=False, epochs=20)
+        changes[weight] = (similarities(out) - similarities(home / "run")).abs().mean()
+    assert changes[1e3] < 0.5 * changes[1e-6]
+    assert Recipe.load(out / "recipe.yaml").loss.teacher == str(home / "run")
+    assert {*Embedder.load(out, "cpu").class_names} == {*map(str, range(OLD)), "10", "11"}
+    start(home, out, "ten", tmp_path / "again")
+    assert Recipe.load(tmp_path / "again" / "recipe.yaml").loss.relational == 0.0
 
 
 @pytest.mark.parametrize("options", [{"keep_space": True}, {"epochs": 1}])

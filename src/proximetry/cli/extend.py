@@ -36,7 +36,7 @@ def extend(
             if that run had as many, enough for 100 steps.
         keep_space: keep the embedder unchanged, so that galleries remain valid; only add classes
             and proxies.
-        no_replay: do not use the old images; needs --keep-space.
+        no_replay: do not use the old images; the old embedder is the teacher of the new one.
         root: path of the old images, if they have moved.
         fresh: remove the run in the folder, even if it is complete, and start over.
     """

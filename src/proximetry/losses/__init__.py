@@ -21,6 +21,7 @@ from proximetry.losses.regularizers import (
     IntraClassRegularizer,
     QuantizationLoss,
 )
+from proximetry.losses.relational import RelationalLoss
 from proximetry.losses.settings import Setting, check_settings, loss_settings, setting
 from proximetry.losses.sharded import ShardedProxies, shard
 from proximetry.losses.softmax import (
@@ -57,6 +58,7 @@ __all__ = [
     "ProxyOptimizer",
     "ProxySGD",
     "QuantizationLoss",
+    "RelationalLoss",
     "RowwiseAdam",
     "Setting",
     "ShardedProxies",

@@ -24,7 +24,7 @@ from proximetry.losses.sharded import ShardedProxies
 BLOCK_ENTRIES = 2**20
 
 
-class _Term(FullPrecision):
+class Term(FullPrecision):
     """Base of the regularizers: a term with a weight."""
 
     def __init__(self, weight: float = 1.0) -> None:
@@ -32,7 +32,7 @@ class _Term(FullPrecision):
         self.weight = non_negative("weight", weight)
 
 
-class IntraClassRegularizer(_Term):
+class IntraClassRegularizer(Term):
     """Pulls the proxies of a class together (Qian et al. 2019; Saeki et al. 2021, eq. 3).
 
     ``weight · Σ_c Σ_{t<s} √(2 + 1e-5 − 2 ŵ_ct·ŵ_cs) / (C·K·(K−1))``, half the mean distance of two
@@ -50,7 +50,7 @@ class IntraClassRegularizer(_Term):
         return self.weight * intra_class_distance(_weight_of(proxies))
 
 
-class ExclusiveRegularizer(_Term):
+class ExclusiveRegularizer(Term):
     """Pushes each class away from the nearest other class (RegularFace; Zhao et al. 2019).
 
     ``weight · (1/C) Σ_i max_{j≠i} cos(W_i, W_j)``, over all proxies if there are several per
@@ -99,7 +99,7 @@ class _PairCosines(torch.autograd.Function):
         return gradient.mul_(grad), None
 
 
-class CenterLoss(_Term):
+class CenterLoss(Term):
     """Center loss (Wen et al. 2016): pulls embeddings to the running center of their class.
 
     ``weight · ½ · mean_i ‖x_i − c_{y_i}‖²``. The optimizer does not train the centers: in training
@@ -134,7 +134,7 @@ class CenterLoss(_Term):
             return loss
 
 
-class AngularCenterLoss(_Term):
+class AngularCenterLoss(Term):
     """Pulls embeddings to the proxy of their class (the center loss of Zhao et al. 2019).
 
     ``weight · mean_i (1 − cos(x_i, w_{y_i}))``: the proxies are the centers, trained by the
@@ -153,7 +153,7 @@ class AngularCenterLoss(_Term):
             return self.weight * weighted_mean(1.0 - cosine, valid)
 
 
-class QuantizationLoss(_Term):
+class QuantizationLoss(Term):
     """Pulls embeddings to their binary codes (Li et al. 2016, on the unit sphere).
 
     ``weight · mean_i ‖x̂_i − b_i / √D‖²`` with the unit vector x̂ and its code b = sign(x), of ±1.

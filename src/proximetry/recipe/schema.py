@@ -77,6 +77,7 @@ def _or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 CLASS_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")  # module:Class
 AUTO: Any = "auto"  # of any type, since it stands for numbers and flags too
+EMA = "ema"  # of loss.teacher
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Integer = Annotated[int, Field(strict=True, le=10**9)]
@@ -302,6 +303,14 @@ class LossConfig(Section):
     angular_center: Number = _key(
         0.0, "weight of RegularFace's center loss, 1 − cosine to the class proxy", ge=0
     )
+    relational: Number = _key(
+        0.0, "weight of relational distillation: similarities in a batch follow a teacher", ge=0
+    )
+    teacher: Text = _key(
+        EMA,
+        "teacher of loss.relational: ema, the moving average of training.ema, or an embedder as "
+        "for --model",
+    )
     optimization: Literal["normalized", "projected"] = _key(
         "normalized",
         "normalized: normalize proxies in the forward pass; projected: project them onto the unit "
@@ -315,7 +324,7 @@ class LossConfig(Section):
     def _check(self) -> Self:
         from proximetry.losses import check_settings, loss_settings  # imports torch
 
-        for key in ("exclusive", "angular_center"):
+        for key in ("exclusive", "angular_center", "relational"):
             if self.sharded and getattr(self, key):
                 raise ValueError(f"{key} and sharded cannot be combined")
         if self.name.startswith(CUSTOM) or CLASS_PATH.fullmatch(self.name):
@@ -516,6 +525,10 @@ class Recipe(Section):
                 f"evaluation.select_by {format_value(evaluation.select_by)} is not computed; "
                 f"choose one of {join_first(computed, 12)}"
             )
+        if self.loss.relational and self.loss.teacher == EMA and not self.training.ema:
+            raise ValueError(
+                "loss.teacher ema needs training.ema above 0, such as 0.99, or set another teacher"
+            )
         if self.loss.sharded and self.training.precision == "float16":
             # The gradient scaler could skip a step on one process only.
             raise ValueError("training.precision must not be float16 with loss.sharded")
@@ -593,18 +606,21 @@ class Recipe(Section):
         """
         return {
             **self.keys_without_roles(without=get_args(Role)),
-            "model.weights": self._weights_name(),
+            **self._names_of_files(),
         }
 
     def without_paths(self) -> Recipe:
         """Return the recipe without local paths."""
         paths = dict.fromkeys(_keys_of_roles(("path",)))
-        return self.override({**paths, "model.weights": self._weights_name()})
+        return self.override({**paths, **self._names_of_files()})
 
-    def _weights_name(self) -> str:
-        """Return the source of the weights; for a file, only its name."""
-        weights = self.model.weights
-        return weights if weights in WEIGHTS_SOURCES else Path(weights).name or "file"
+    def _names_of_files(self) -> dict[str, str]:
+        """Return the sources of the weights and of the teacher; for a file, only its name."""
+        sources = {"model.weights": self.model.weights, "loss.teacher": self.loss.teacher}
+        return {
+            key: value if value in (*WEIGHTS_SOURCES, EMA) else Path(value).name or "file"
+            for key, value in sources.items()
+        }
 
     def to_yaml(self) -> str:
         """Return YAML that `load` reads back to an equal recipe."""

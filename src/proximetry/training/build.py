@@ -27,7 +27,7 @@ from proximetry.models.constants import CUSTOM, VECTOR_BACKBONES, Similarity
 from proximetry.models.lora import add_lora
 from proximetry.recipe.auto import choose
 from proximetry.recipe.loading import RecipeError
-from proximetry.recipe.schema import ModelConfig, OptimizerConfig, Recipe
+from proximetry.recipe.schema import EMA, ModelConfig, OptimizerConfig, Recipe
 from proximetry.training.custom_components import Components, load_loss
 from proximetry.training.distributed import World, device_facts
 from proximetry.training.errors import RunError
@@ -121,6 +121,7 @@ def build(
         graph=graph,
         on_graph_failure=on_graph_failure,
         stage=data.stage,
+        teacher=load_teacher(recipe, embedder, data, world),
     )
     evaluated_embedder = embedder if updater.average is None else updater.average
     steps_per_epoch = len(data.sampler)
@@ -142,6 +143,25 @@ def build(
         report=report,
         choices=choices,
     )
+
+
+def load_teacher(
+    recipe: Recipe, embedder: Embedder, data: TrainingData, world: World
+) -> Embedder | None:
+    """Load the teacher of ``loss.relational``; None if there is none, or for a moving average."""
+    if not recipe.loss.relational or recipe.loss.teacher == EMA:
+        return None
+    teacher = Embedder.load(recipe.loss.teacher, world.device)
+    teacher.requires_grad_(False)
+    if data.stage == "features":  # computed by the backbone of the run
+        states = (one.backbone.state_dict() for one in (teacher, embedder))
+        ours, theirs = ({name: value.cpu() for name, value in state.items()} for state in states)
+        if ours.keys() != theirs.keys() or any(not torch.equal(ours[n], theirs[n]) for n in ours):
+            raise RecipeError(
+                f"loss.teacher {recipe.loss.teacher} has another backbone than the run, which is "
+                "frozen. Set --model.freeze-backbone no."
+            )
+    return teacher
 
 
 def make_data(recipe: Recipe, context: RunContext) -> tuple[Embedder, TrainingData]:

@@ -24,7 +24,7 @@ from proximetry.models import Embedder
 from proximetry.models.constants import CUSTOM
 from proximetry.models.storage import SECOND_STAGE
 from proximetry.recipe.auto import MIN_STEPS
-from proximetry.recipe.schema import AUTO, Recipe
+from proximetry.recipe.schema import AUTO, EMA, Recipe
 from proximetry.training.build import RunContext
 from proximetry.training.callbacks import Callback, check_callbacks
 from proximetry.training.checkpoint import read_part, restore_state, save_state
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 LR_SHARE = 0.25
 """Learning rate of the backbone in an extended run, as a fraction of that of the original run."""
 MIN_EPOCHS = 3
+DISTILLATION_WEIGHT = 10.0
+"""Weight of `loss.relational` in a run that is extended without the old images."""
 _SUFFIX = ", extended"
 
 
@@ -149,7 +151,8 @@ def extend(
             if that run had as many, enough for 100 steps.
         keep_space: keep the embedder unchanged, so that galleries remain valid, and only add
             classes and proxies.
-        replay: use the old images; False needs ``keep_space``.
+        replay: use the old images; without them, the old embedder is the teacher of the new one
+            (`loss.relational`).
         device: cpu, cuda or cuda:1; None selects CUDA if there is a GPU.
         resume: resume a run in the folder; False removes it.
         display: shows progress.
@@ -165,11 +168,6 @@ def extend(
     recipe, images_of = _check_run(old)
     if path.absolute() == Path(run).absolute():
         raise UsageError(f"{path} is the folder of the old run. Choose another folder.")
-    if not (replay or keep_space):
-        raise UsageError(
-            "without the old images, training would forget their classes. Keep the embedder "
-            "unchanged with --keep-space, or use the old images."
-        )
     start = Start.read(old, recipe)
     catalogs = [_open_old(old, recipe, root)] if replay else []
     skip = recipe.data.bad_images == "skip"
@@ -193,13 +191,13 @@ def extend(
     if more := sorted(name for name in known if counts[name] > replay * images_of.get(name, 0)):
         display.message(f"new images of known classes: {join_first(more)}")
     display.message(f"new classes: {join_first(new_classes)}")
-    if not keep_space and (missing := sorted(old_names - {*names})):
+    if replay and not keep_space and (missing := sorted(old_names - {*names})):
         display.message(
             f"warning: {len(missing)} old classes have no images and may be forgotten: "
             f"{join_first(missing)}"
         )
     images = len(catalog.rows("train"))
-    new_recipe = extended_recipe(recipe, old.path, file, images, epochs, keep_space)
+    new_recipe = extended_recipe(recipe, old.path, file, images, epochs, keep_space, replay)
     callbacks = [start, *check_callbacks(callbacks)]
     components = Components(data=catalog, classes=start.classes)
     context = RunContext(world, display, callbacks, components, resume)
@@ -271,16 +269,23 @@ def _open_old(folder: RunFolder, recipe: Recipe, root: str | os.PathLike[str] | 
     except (ValueError, OSError) as error:
         raise UsageError(
             f"cannot read the images of the run in {folder.path}: {error}. Pass their path with "
-            "--root, or do without them and keep the embedder unchanged: --no-replay --keep-space."
+            "--root, or do without them: --no-replay."
         ) from error
 
 
 def extended_recipe(
-    recipe: Recipe, start: Path, file: Path, images: int, epochs: int | None, keep_space: bool
+    recipe: Recipe,
+    start: Path,
+    file: Path,
+    images: int,
+    epochs: int | None,
+    keep_space: bool,
+    replay: bool,
 ) -> Recipe:
     """Return the recipe of a run that extends the one in ``start``.
 
-    Its catalog is in ``file`` and has a number of training ``images``.
+    Its catalog is in ``file`` and has a number of training ``images``. Without ``replay`` the old
+    embedder is the teacher.
     """
     if keep_space:
         for key in ("pca_dim", "bits"):
@@ -301,7 +306,11 @@ def extended_recipe(
         enough = math.ceil(MIN_STEPS * recipe.data.batch_size / images)
         default = max(MIN_EPOCHS, math.ceil(before / 3), min(before or enough, enough))
         epochs, share = epochs or default, LR_SHARE
-    schedule = recipe.schedule.name
+    schedule, teacher = recipe.schedule.name, {}
+    if not (replay or keep_space):
+        teacher = {"teacher": str(start.absolute()), "relational": DISTILLATION_WEIGHT}
+    elif recipe.loss.teacher != EMA:  # that of the old run
+        teacher = {"teacher": EMA, "relational": 0.0}
     dataset = "vectors" if file.name == VECTORS_FILE else "parquet"
     return recipe.override(
         {
@@ -310,6 +319,7 @@ def extended_recipe(
             "data.cache": "none" if keep_space else AUTO,
             "data.labels_from_name": None,
             "model.weights": str(start.absolute()),
+            "loss": teacher,
             "optimizer": {
                 "lr": optimizer.lr * share,
                 "head_multiplier": optimizer.head_multiplier / share,

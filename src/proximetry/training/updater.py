@@ -85,15 +85,18 @@ class Objective(nn.Module):
         self.angular_center = (
             losses.AngularCenterLoss(config.angular_center) if config.angular_center else None
         )
+        self.relational = losses.RelationalLoss(config.relational) if config.relational else None
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Return the sum of the terms."""
+    def forward(self, embeddings: Tensor, labels: Tensor, teacher: Tensor | None = None) -> Tensor:
+        """Return the sum of the terms, for the embeddings and those of the teacher."""
         ramp = self.loss.ramp() if isinstance(self.loss, losses.ProxyLoss) else 1.0
         total: Tensor = self.loss(embeddings, labels)  # calling the loss advances the ramp
         if self.exclusive is not None and self.proxies is not None:
             total = total + ramp * self.exclusive(self.proxies)
         if self.angular_center is not None and self.proxies is not None:
             total = total + self.angular_center(embeddings, labels, self.proxies)
+        if self.relational is not None:
+            total = total + self.relational(embeddings, teacher)
         return total
 
     @property
@@ -106,6 +109,7 @@ class Objective(nn.Module):
             and self.loss.sampled_negatives == 1.0
             and self.exclusive is None
             and self.angular_center is None
+            and self.relational is None
         )
 
     @property
@@ -138,6 +142,25 @@ class TrainingNetwork(nn.Module):
             return self.embedder.project(features)
 
 
+def as_teacher(average: Embedder) -> Embedder:
+    """Prepare a moving average as a teacher: without dropout and test-time augmentation.
+
+    Batch norm is in the mode of the trained embedder, whose statistics are copied to the average
+    after each step.
+    """
+    average.eval()
+    average.training = True
+    for layer in average.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.train()
+    return average
+
+
+def embed(embedder: Embedder, pixels: Tensor, stage: Stage) -> Tensor:
+    """Return the embeddings of a batch in the stage of the data."""
+    return embedder.project(embedder.features(pixels, stage))
+
+
 class BatchLoss(nn.Module):
     """The loss of a batch of pixels."""
 
@@ -156,6 +179,7 @@ class Updater:
     Attributes:
         network: pixels to embeddings, wrapped for the GPU or for several processes.
         average: the exponential moving average of the embedder's weights, if there is one.
+        teacher: the embedder that `loss.relational` follows, or None.
         scaler: gradient scaler for float16.
         graph: whether the network, and its loss if possible, run as a CUDA graph.
     """
@@ -171,10 +195,14 @@ class Updater:
         graph: bool,
         on_graph_failure: Callable[[str], None] | None = None,
         stage: Stage = "pixels",
+        teacher: Embedder | None = None,
     ) -> None:
         self.recipe, self.world, self.stage = recipe, world, stage
         self.embedder, self.objective, self.optimizer = embedder, objective, optimizer
         self.average = copy.deepcopy(embedder) if recipe.training.ema else None
+        self.teacher = teacher
+        if objective.relational is not None and teacher is None and self.average is not None:
+            self.teacher = as_teacher(self.average)
         self.scaler = torch.amp.GradScaler(
             world.device.type, enabled=recipe.training.precision == "float16"
         )
@@ -254,13 +282,13 @@ class Updater:
         if self._batch_loss is not None:
             loss = self._backward(self._batch_loss(pixels, labels))
         elif count == 1:
-            loss = self._loss(self.network(pixels), all_labels, step)
+            loss = self._loss(self.network(pixels), all_labels, step, [pixels])
         else:
             parts = list(enumerate(chunks(len(pixels), -(-len(pixels) // count))))
             with torch.no_grad():
                 chunk_embeddings = [self._embed_chunk(pixels[part], step, i) for i, part in parts]
             embeddings = torch.cat(chunk_embeddings).requires_grad_()
-            loss = self._loss(embeddings, all_labels, step)
+            loss = self._loss(embeddings, all_labels, step, [pixels[part] for _, part in parts])
             assert embeddings.grad is not None
             for i, part in parts:
                 chunk = self._embed_chunk(pixels[part], step, i)
@@ -272,13 +300,20 @@ class Updater:
             average_gradients(replicated, self.world)
         return loss
 
-    def _loss(self, embeddings: Tensor, labels: Tensor, step: int) -> Tensor:
+    def _loss(
+        self, embeddings: Tensor, labels: Tensor, step: int, pixels: Sequence[Tensor]
+    ) -> Tensor:
+        teacher = None
+        if self.teacher is not None:
+            with torch.no_grad(), autocast(self.recipe.training.precision, self.world.device):
+                teacher = torch.cat([embed(self.teacher, chunk, self.stage) for chunk in pixels])
         if self.world.size > 1:
             # All ranks compute the same loss, even if it draws random numbers.
             torch.manual_seed(derive_seed(self.recipe.training.seed, step))
         if self._gathers:
             embeddings = gather_with_gradient(embeddings)
-        return self._backward(self.objective(embeddings, labels))
+            teacher = None if teacher is None else gather_with_gradient(teacher)
+        return self._backward(self.objective(embeddings, labels, teacher))
 
     def _backward(self, loss: Tensor) -> Tensor:
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
