@@ -5,6 +5,7 @@
     python -m benchmarks.health copies photos         altered copies found
     python -m benchmarks.health retrain vectors.npz   MAP@R after training on the first half of the
                                                       classes: clean, noisy, suggestions applied
+    python -m benchmarks.health margins vectors.npz   wrong labels found by the proxies of a run
     python -m benchmarks.health time photos           time of the check and of its embedding
 
 Files of vectors are those of ``proximetry embed tf_efficientnet_lite0 photos --out vectors.npz``.
@@ -22,10 +23,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
+from torch.nn import functional as F
 
 from proximetry import check, train
 from proximetry.data import Catalog, VectorCatalog
 from proximetry.models import Embedder
+from proximetry.training.checkpoint import read_part
+from proximetry.training.extension import write_catalog
 
 COPIES = 500
 ALTERED: dict[str, Callable[[Image.Image], Image.Image]] = {
@@ -77,6 +81,45 @@ def measure_labels(file: Path) -> None:
                 f"recall {right / len(flipped):.3f}, estimated noise {health.label_noise:.3f}",
                 flush=True,
             )
+
+
+def measure_margins(file: Path) -> None:
+    """Print the precision of pretrained vectors, of those of a run on the labels, and of margins.
+
+    A margin is the cosine to the proxy of the label minus that to the nearest other proxy.
+    """
+    catalog = split_classes(file)
+    for share in (0.05, 0.1, 0.2):
+        labels, flipped = flip_labels(catalog, share, 0)
+        noisy = labels.filter(split="train")
+        assert isinstance(noisy, VectorCatalog)
+        is_flipped = np.array([path in flipped for path in noisy.paths])
+        codes = noisy.codes
+        with tempfile.TemporaryDirectory() as home:
+            write_catalog(noisy, Path(home) / "noisy.npz")
+            settings = {"evaluation.protocol": "last"}
+            table = Path(home) / "noisy.npz"
+            run = train(table, Path(home) / "run", recipe="vectors", settings=settings)
+            vectors = run.embedder.encode(noisy.vectors).numpy()
+            checkpoint = Path(home) / "run" / "checkpoints" / "last.safetensors"
+            proxies = read_part(checkpoint, "loss")[1]["proxies.weight"][:, 0]
+        similarities = vectors @ F.normalize(proxies).numpy().T
+        own = similarities[np.arange(len(codes)), codes].copy()
+        similarities[np.arange(len(codes)), codes] = -np.inf
+        scores = {
+            "pretrained": check(noisy).wrong_labels,
+            "vectors of the run": check(replace(noisy, vectors=vectors)).wrong_labels,
+            "margins": similarities.max(1) - own,
+        }
+        ranks = {name: np.argsort(np.argsort(values)) for name, values in scores.items()}
+        ranks["vectors of the run and margins"] = ranks["vectors of the run"] + ranks["margins"]
+        ranks["pretrained and margins"] = ranks["pretrained"] + ranks["margins"]
+        precisions = {
+            name: is_flipped[np.argsort(-values)[: len(flipped)]].mean()
+            for name, values in ranks.items()
+        }
+        text = ", ".join(f"{name} {value:.2f}" for name, value in precisions.items())
+        print(f"{share:.0%} flipped: {text}", flush=True)
 
 
 def measure_copies(folder: Path) -> None:
@@ -160,6 +203,7 @@ def measure_time(folder: Path) -> None:
 
 MEASUREMENTS = {
     "labels": measure_labels,
+    "margins": measure_margins,
     "copies": measure_copies,
     "retrain": measure_retraining,
     "time": measure_time,
