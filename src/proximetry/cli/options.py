@@ -29,6 +29,7 @@ EmbedderFolder = Annotated[
     ),
 ]
 GalleryAddress = Annotated[str, Parameter(help="folder of the gallery, or its address on Milvus.")]
+Conditions = Annotated[tuple[str, ...], Parameter(metavar="COLUMN=VALUE", consume_multiple=False)]
 Device = Annotated[
     str | None, Parameter(help="cpu, cuda, cuda:1 or mps; default: the best available.")
 ]

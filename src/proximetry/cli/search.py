@@ -10,7 +10,7 @@ from cyclopts.validators import Number
 from proximetry._util.errors import UsageError
 from proximetry._util.formatting import shorten
 from proximetry.cli.inputs import open_gallery
-from proximetry.cli.options import MAX_K, AsJson, Flag, GalleryAddress, Neighbors
+from proximetry.cli.options import MAX_K, AsJson, Conditions, Flag, GalleryAddress, Neighbors
 from proximetry.cli.output import check_out, print_result, progress_bar, relative_path
 from proximetry.search.manifest import GALLERY
 
@@ -23,9 +23,7 @@ def search(
     k: Annotated[int, Parameter(name=["-k", "--k"], validator=Number(gte=1, lte=MAX_K))] = 10,
     gallery: GalleryAddress = GALLERY,
     model: Path | None = None,
-    where: Annotated[
-        tuple[str, ...], Parameter(metavar="COLUMN=VALUE", consume_multiple=False)
-    ] = (),
+    where: Conditions = (),
     expand: Neighbors = 0,
     rerank: Flag = False,
     predict: Flag = False,
@@ -39,8 +37,9 @@ def search(
         k: number of results per query.
         model: the run or embedder that built the gallery; required on Milvus, which does not
             store it.
-        where: search only images with this value in a column, such as label=jay. Can be repeated:
-            values of one column are combined with OR, columns with AND.
+        where: search only images with this value in a column, such as label=jay. Other operators
+            are != < <= > >= and ^= (prefix); quote them. Can be repeated: values of one column
+            with = are combined with OR, everything else with AND.
         expand: query expansion with this number of neighbors.
         rerank: reorder the nearest images by k-reciprocal re-ranking.
         predict: also print the most frequent class of the results.
@@ -48,8 +47,8 @@ def search(
     """
     from proximetry.data.folders import split_shard_path
     from proximetry.data.image_files import check_exists
+    from proximetry.search.conditions import parse_conditions
     from proximetry.search.manifest import MANIFEST
-    from proximetry.search.metadata import parse_conditions
 
     if not queries:
         raise UsageError("QUERIES is missing. Pass image files.")

@@ -25,6 +25,7 @@ from proximetry.models.constants import Similarity
 from proximetry.models.preprocessing import ImageSource
 from proximetry.models.storage import read_calibration, read_description
 from proximetry.search import indexes, metadata
+from proximetry.search.conditions import Where
 from proximetry.search.duplicates import Duplicates, find_duplicates
 from proximetry.search.exact import FloatArray, Hits, as_similarities, merge_hits
 from proximetry.search.manifest import (
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
 
     AnySnapshot: TypeAlias = Snapshot | Collection
 
-Where = metadata.Where
 Queries: TypeAlias = "ImageSource | Sequence[ImageSource] | Vectors"
 
 _MAX_RERANK_K = 1000  # re-ranking compares twice this number of images
@@ -481,8 +481,9 @@ class Gallery:
             queries: one image or several (paths, PIL images, uint8 arrays), or vectors of the
                 gallery's embedder as a float array or tensor, [dim] or [n, dim].
             k: number of results per query.
-            where: by column, a value or several values combined with OR; all columns must match:
-                ``{"label": "jay"}``, ``{"label": ["jay", "crow"], "split": "test"}``.
+            where: by column, a value, several values combined with OR, or operators; all must
+                match: ``{"label": ["jay", "crow"], "year": {">=": 1999, "<": 2005}}``. Operators
+                are ``=``, ``!=``, ``<``, ``<=``, ``>``, ``>=`` and ``^=`` (prefix).
             expand: query expansion with this number of neighbors (`metrics.expand_queries`).
             rerank: order the nearest images by `metrics.k_reciprocal_distances`. With `expand` or
                 `rerank`, results are ordered by their `scores`; `similarities` are still those to

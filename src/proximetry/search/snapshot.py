@@ -15,6 +15,7 @@ import numpy as np
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.search import indexes, metadata
+from proximetry.search.conditions import Where
 from proximetry.search.exact import FloatArray, Hits, Mask, Part, Scores, Store, merge_hits, take
 from proximetry.search.manifest import DamagedGalleryError, Manifest, ignore, read_manifest
 from proximetry.search.segment import (
@@ -102,7 +103,7 @@ class Snapshot:
         """A mask of the rows that are not removed."""
         return ~np.isin(self._ids[:-1], self.deleted)
 
-    def select(self, where: metadata.Where) -> Any:
+    def select(self, where: Where) -> Any:
         """Return a mask of the rows that match the conditions."""
         if where and self.segments:
             return metadata.select(self.table, where) & self.alive
