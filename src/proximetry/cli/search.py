@@ -104,9 +104,7 @@ def search(
         )
     names = [str(query) for query in (result.queries if ids else queries)]
     if combine is not None:
-        names = [
-            f"{combine} of {len(ids or queries)} images: {', '.join(map(str, ids or queries))}"
-        ]
+        names = [f"{combine} of {', '.join(names if queries else map(str, ids))}"]
     columns = {name: result.column(name) for name in result.columns}
     lists = [(name, _list_results(result, columns, row)) for row, name in enumerate(names)]
     predictions = result.predictions
