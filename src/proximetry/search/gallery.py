@@ -61,9 +61,11 @@ from proximetry.search.queries import (
     merge_queries,
     rerank_hits,
 )
+from proximetry.search.relocation import remap_paths
 from proximetry.search.search_result import SearchResult
 from proximetry.search.segment import check_segment
 from proximetry.search.snapshot import Snapshot, merge_small_segments
+from proximetry.search.sync import Changes, sync_images
 
 if TYPE_CHECKING:
     from proximetry.search.milvus import Collection
@@ -307,6 +309,12 @@ class Gallery:
             raise UsageError(f"no image of the gallery {self.name} has the id {missing}")
         return positions
 
+    def _check_local(self, method: str) -> Snapshot:
+        """Return the snapshot of a gallery in a folder; raise UsageError for one on Milvus."""
+        if not isinstance(self._snapshot, Snapshot):
+            raise UsageError(f"{method} is not supported on Milvus: {self.name}")
+        return self._snapshot
+
     def count_labels(self) -> dict[str, int]:
         """Return the number of images of each class; for galleries in folders."""
         assert isinstance(self._snapshot, Snapshot)
@@ -330,19 +338,53 @@ class Gallery:
             The paths of missing files, and of files whose size or modification time has changed
             since they were embedded.
         """
-        snapshot = self._snapshot
-        if not isinstance(snapshot, Snapshot):
-            raise UsageError(f"check_files is not supported on Milvus: {self.name}")
+        snapshot = self._check_local("check_files")
         missing: list[str] = []
         changed: list[str] = []
-        root = os.path.dirname(metadata.absolute(os.path.join(folder, "image")))
-        for path, size, modified in snapshot.stamps_below(root):
-            stamp = stamp_of(path)
+        for file in snapshot.files(snapshot.positions_below(folder)):
+            stamp = stamp_of(file.path)
             if stamp is None:
-                missing.append(path)
-            elif size is not None and (size, modified) != (stamp.size, stamp.modified):
-                changed.append(path)
+                missing.append(file.path)
+            elif file.is_changed(stamp):
+                changed.append(file.path)
         return missing, changed
+
+    def sync(
+        self, images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], **options: Any
+    ) -> Changes:
+        """Update the gallery to the files of folders, in one atomic change.
+
+        Adds new files, embeds changed ones again, and removes images below the folders whose files
+        are missing. Moved files, which have the same content as a missing one, keep their vectors
+        and metadata. All of these get new ids. Galleries on Milvus do not support this.
+
+        Args:
+            images: folders; or image files and tables, whose missing images are not removed.
+            **options: `bad_images`, `batch_size`, `progress` and `report` as in `build`.
+        """
+        sources = [images] if isinstance(images, str | os.PathLike) else images
+        missing = options.get("bad_images") == "skip"
+        table, _ = metadata.from_sources(sources, allow_missing=missing)
+        return sync_images(self, table, [*filter(os.path.isdir, sources)], **options)
+
+    def remap_paths(
+        self, new: str | os.PathLike[str], old: str | os.PathLike[str] | None = None
+    ) -> int:
+        """Replace the start of paths after images were moved; return the number of images.
+
+        Ids do not change. Galleries on Milvus do not support this.
+
+        Args:
+            new: the folder of the images now.
+            old: the folder before; by default the common folder of all images.
+        """
+        self._check_local("remap_paths")
+        with write_lock(self.path, ignore):
+            snapshot = self._open_for_writing()
+            former = None if old is None else os.fspath(old)
+            manifest, count = remap_paths(snapshot, former, os.path.abspath(new))
+            self._commit(manifest)
+            return count
 
     def add(
         self,
@@ -413,7 +455,9 @@ class Gallery:
             manifest = snapshot.manifest
             if not replace:
                 self._check_new(snapshot, new_images.table)
-            elif old := snapshot.find_paths(new_images.table):
+            old = snapshot.find_paths(new_images.table)
+            old |= snapshot.find_paths(metadata.from_columns({"path": new_images.replaced}))
+            if old:
                 manifest = snapshot.mark_deleted(snapshot.ids(np.array(sorted(old.values()))))
             segment = new_images.write(self.path, manifest)
             first, end = manifest.next_id, manifest.next_id + segment.rows
@@ -600,11 +644,9 @@ class Gallery:
         for name, value in (("sample", sample), ("k", k)):
             if not is_integer(value):
                 raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
-        if not isinstance(self._snapshot, Snapshot):
-            raise UsageError(f"recall is not supported on Milvus: {self.name}")
-        effort = Effort(nprobe, ef, refine)
+        snapshot, effort = self._check_local("recall"), Effort(nprobe, ef, refine)
         effort.check(self._indexes())
-        return measure_recall(self._snapshot, int(sample), int(k), effort)
+        return measure_recall(snapshot, int(sample), int(k), effort)
 
     def predict(self, queries: Queries, k: int = 10, **options: Any) -> list[Prediction]:
         """Predict the class of every query by a majority vote of its k nearest images.
