@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 
@@ -30,18 +31,19 @@ from proximetry.search.effort import Effort, measure_recall
 from proximetry.search.exact import FloatArray, Hits, as_similarities
 from proximetry.search.manifest import (
     EMBEDDER,
+    GRACE,
     STAGING,
     Manifest,
     Report,
     check_new_folder,
+    commit,
     ignore,
     is_milvus,
-    read_manifest,
     remove_stale_files,
-    retire,
     write_lock,
     write_manifest,
 )
+from proximetry.search.merge import merge_galleries
 from proximetry.search.new_images import (
     BadImages,
     Images,
@@ -66,6 +68,7 @@ from proximetry.search.search_result import SearchResult
 from proximetry.search.segment import check_segment
 from proximetry.search.snapshot import Snapshot, merge_small_segments
 from proximetry.search.sync import Changes, sync_images
+from proximetry.search.versions import Version, find_version, list_versions, prune_versions
 
 if TYPE_CHECKING:
     from proximetry.search.milvus import Collection
@@ -170,11 +173,13 @@ class Gallery:
             segment = new_images.write(folder, manifest)
             prefix = "auto → " if index == "auto" else ""
             new_images.report(indexes.describe(segment.index, segment.rows, segment.recall, prefix))
-            manifest = dataclasses.replace(manifest, next_id=segment.rows, segments=(segment,))
+            manifest = dataclasses.replace(
+                manifest, next_id=segment.rows, segments=(segment,), created=time.time()
+            )
             write_manifest(folder, manifest)
             # No other process has staged vectors before the manifest exists.
             shutil.rmtree(folder / STAGING, ignore_errors=True)
-            remove_stale_files(folder, manifest)
+            remove_stale_files(folder, manifest, GRACE)
             built = cls(folder, str(folder), Snapshot(folder, manifest))
             built._embedder, built.skipped = embedder, new_images.skipped
             return built
@@ -202,6 +207,31 @@ class Gallery:
             opened._check_embedder(embedder, "the embedder")
             opened._embedder = embedder
         return opened
+
+    @classmethod
+    def merge(
+        cls,
+        galleries: Sequence[Gallery | str | os.PathLike[str]],
+        path: str | os.PathLike[str],
+        index: str | None = None,
+        *,
+        progress: Progress | None = None,
+        report: Report | None = None,
+    ) -> Gallery:
+        """Merge galleries of one embedder into a new one, in a new or empty folder.
+
+        Images get new ids. Of an image in several galleries, the first is kept.
+
+        Args:
+            galleries: galleries or their folders.
+            path: the new folder.
+            index: as in `build`; by default that of the galleries if it is the same, else "auto".
+            progress: called with (done, total) while the index is built.
+            report: called with messages, such as the index.
+        """
+        opened = [one if isinstance(one, Gallery) else cls.open(one) for one in galleries]
+        merge_galleries(opened, path, index, progress or ignore, report or ignore)
+        return cls.open(path)
 
     @property
     def version(self) -> str:
@@ -311,9 +341,10 @@ class Gallery:
 
     def _check_local(self, method: str) -> Snapshot:
         """Return the snapshot of a gallery in a folder; raise UsageError for one on Milvus."""
-        if not isinstance(self._snapshot, Snapshot):
+        snapshot, _ = self._snapshot, self._snapshot.manifest  # raises if the gallery is closed
+        if not isinstance(snapshot, Snapshot):
             raise UsageError(f"{method} is not supported on Milvus: {self.name}")
-        return self._snapshot
+        return snapshot
 
     def count_labels(self) -> dict[str, int]:
         """Return the number of images of each class; for galleries in folders."""
@@ -502,10 +533,38 @@ class Gallery:
 
     def _commit(self, manifest: Manifest) -> None:
         """Commit a change; requires the lock."""
-        manifest = retire(read_manifest(self.path), manifest)
-        write_manifest(self.path, manifest)
-        self._snapshot = Snapshot(self.path, manifest)
-        remove_stale_files(self.path, manifest)
+        self._snapshot = Snapshot(self.path, commit(self.path, manifest))
+
+    def versions(self) -> list[Version]:
+        """Return the current version, last, and those replaced within a day."""
+        self._check_local("versions")
+        return list_versions(self.path)
+
+    def rollback(self, number: int | None = None) -> None:
+        """Return to an earlier version of `versions`, by default the one before the current one.
+
+        The result is a new version, so a rollback can be undone.
+        """
+        self._check_local("rollback")
+        with write_lock(self.path, ignore):
+            self._commit(find_version(self.path, number))
+
+    def prune(self, keep: float = 0.0) -> None:
+        """Remove versions that were replaced at least `keep` seconds ago, to free disk space."""
+        self._check_local("prune")
+        with write_lock(self.path, ignore):
+            prune_versions(self.path, keep)
+
+    def close(self) -> None:
+        """Close all files; the gallery cannot be used afterwards."""
+        closed: Any = _Closed(self.name)
+        self._snapshot, self._embedder = closed, None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def verify(self, progress: Progress | None = None) -> None:
         """Verify the checksums of all files of the current version; raise ValueError if damaged."""
@@ -689,6 +748,19 @@ class Gallery:
         stored = isinstance(snapshot, Snapshot) or self._embedder is not None
         load_embedder = (lambda: self.embedder) if stored else None
         return find_duplicates(snapshot, load_embedder, threshold, progress or ignore)
+
+
+class _Closed:
+    """In place of the snapshot of a closed gallery."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise UsageError(f"the gallery {self._name} is closed. Open it again.")
+
+    def __len__(self) -> int:
+        return int(self.__getattr__("__len__"))
 
 
 def _with_stored_columns(snapshot: AnySnapshot, table: Any) -> Any:
