@@ -53,6 +53,7 @@ from proximetry.search.new_images import (
     Vectors,
     stamp_of,
 )
+from proximetry.search.outliers import LabelError, Outlier, find_label_errors, find_outliers
 from proximetry.search.prediction import Prediction
 from proximetry.search.queries import (
     Box,
@@ -748,6 +749,22 @@ class Gallery:
         stored = isinstance(snapshot, Snapshot) or self._embedder is not None
         load_embedder = (lambda: self.embedder) if stored else None
         return find_duplicates(snapshot, load_embedder, threshold, progress or ignore)
+
+    def outliers(self, *, progress: Progress | None = None) -> list[Outlier]:
+        """Find images that are far from all others, the farthest first.
+
+        Their log distance to the 10 nearest images is over three robust standard deviations above
+        the median.
+        """
+        return find_outliers(self._snapshot, progress or ignore)
+
+    def label_errors(self, *, progress: Progress | None = None) -> list[LabelError]:
+        """Find images whose label disagrees with those of their neighbors, the surest first.
+
+        Returns those whose label is wrong with a probability above one half, by the model of
+        `proximetry check`.
+        """
+        return find_label_errors(self._snapshot, progress or ignore)
 
 
 class _Closed:
