@@ -21,6 +21,7 @@ BatchSize = Annotated[
 ]
 MAX_K = 10_000
 Neighbors = Annotated[int, Parameter(validator=Number(gte=0, lte=MAX_K))]
+SearchEffort = Annotated[int | None, Parameter(validator=Number(gte=1))]
 EmbedderFolder = Annotated[
     Path,
     Parameter(
@@ -29,6 +30,7 @@ EmbedderFolder = Annotated[
     ),
 ]
 GalleryAddress = Annotated[str, Parameter(help="folder of the gallery, or its address on Milvus.")]
+Conditions = Annotated[tuple[str, ...], Parameter(metavar="COLUMN=VALUE", consume_multiple=False)]
 Device = Annotated[
     str | None, Parameter(help="cpu, cuda, cuda:1 or mps; default: the best available.")
 ]

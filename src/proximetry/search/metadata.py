@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +19,20 @@ from proximetry._util.errors import UsageError, suggest
 from proximetry._util.formatting import format_value, join_first
 from proximetry._util.imports import import_optional
 from proximetry._util.types import Progress
-from proximetry.data import FIELDS, Catalog, VectorCatalog
+from proximetry.data import FIELDS, Catalog
 from proximetry.data.folders import SEPARATOR, split_shard_path
 from proximetry.data.image_files import find_catalog, find_images
+from proximetry.data.vectors import is_vector_file
+from proximetry.search.conditions import Condition, Where, parse_where
 from proximetry.search.manifest import DamagedGalleryError
 
 STAMP = ("_size", "_modified")  # hidden columns: size and mtime of each file when it was embedded
-_RESERVED = ("id", "similarity", "score", *STAMP)  # names that results and galleries use
+DIGEST = "_digest"  # of its content, for files that are moved
+HIDDEN = (*STAMP, DIGEST)
+_RESERVED = ("id", "similarity", "score", *HIDDEN)  # names that results and galleries use
 
 Mask = npt.NDArray[np.bool_]
-Where = Mapping[str, Any]
-"""Conditions by column: a value, or several values combined with OR."""
+_COMPARE = {"<": "less", "<=": "less_equal", ">": "greater", ">=": "greater_equal"}
 
 
 def arrow(module: str = "pyarrow") -> Any:
@@ -79,11 +83,11 @@ def from_sources(
     names = [os.fspath(source) for source in sources]
     tables, notes = list[Any](), list[str]()
     for name in names:
+        if is_vector_file(name):
+            raise UsageError(f"{name} has vectors without paths. Pass it alone, or pass images.")
         catalog = find_catalog(
             Path(name).expanduser(), columns, allow_missing=allow_missing, progress=progress
         )
-        if isinstance(catalog, VectorCatalog) and not catalog.has_paths:
-            raise UsageError(f"{name} has vectors without paths. Pass images instead.")
         if catalog is not None:
             tables.append(from_images(catalog))
             notes += catalog.remarks()
@@ -132,12 +136,13 @@ def _array(values: Sequence[Any], is_text: bool) -> Any:
     return pa.array(values)
 
 
-def with_stamps(table: Any, stamps: Sequence[Any]) -> Any:
-    """Add size and mtime of each file, from `new_images.Stamp`, null if unknown."""
+def with_files(table: Any, stamps: Sequence[Any], digests: Sequence[str | None]) -> Any:
+    """Add size, mtime and digest of each file (`new_images.Stamp`), null if unknown."""
+    pa = arrow()
     for name in STAMP:
         column = [stamp and getattr(stamp, name[1:]) for stamp in stamps]
-        table = table.append_column(name, arrow().array(column, arrow().int64()))
-    return table
+        table = table.append_column(name, pa.array(column, pa.int64()))
+    return table.append_column(DIGEST, _array(digests, is_text=True))
 
 
 def encode(text: str) -> bytes:
@@ -190,46 +195,38 @@ def contains(column: Any, targets: Any) -> Mask:
 def select(table: Any, where: Where) -> Mask:
     """Return a mask of the rows that match every condition."""
     mask = np.ones(len(table), np.bool_)
-    for name, value in where.items():
-        targets, kind = condition_values(name, value, table.column_names), column_type(table, name)
-        if kind is None:
-            matches = np.full(len(table), None in targets)
-        else:
-            if invalid := [target for target in targets if not len(_cast([target], kind))]:
-                raise UsageError(
-                    f"column {name} has type {kind}, got {join_first(map(format_value, invalid))}"
-                )
-            matches = contains(table[name], _cast(targets, kind))
+    for condition in parse_where(where, table.column_names):
+        matches = _matches(table, condition)
         if not matches.any():
-            hint = _suggest(table, name, targets)
-            raise UsageError(f"no image has {name} {join_first(map(format_value, targets))}{hint}")
+            hint = _suggest(table, condition) if condition.operator == "=" else ""
+            raise UsageError(f"no image has {condition}{hint}")
         mask &= matches
     return mask
 
 
-def condition_values(name: str, value: Any, columns: Iterable[str]) -> list[Any]:
-    """Return the values of a condition of `where`, after checking its column."""
-    if name not in columns:
-        raise UsageError(f"the gallery has no column {format_value(name)}{suggest(name, columns)}")
-    single = isinstance(value, str | bytes) or not isinstance(value, Iterable)
-    targets = [value] if single else [*value]
-    if not targets:
-        raise UsageError(f"where has no value for {name}. Pass one, or remove {name}.")
-    return targets
-
-
-def parse_conditions(conditions: Iterable[str]) -> dict[str, list[str]]:
-    """Parse conditions COLUMN=VALUE; those of one column are combined with OR."""
-    parsed: dict[str, list[str]] = {}
-    for condition in conditions:
-        column, sign, value = condition.partition("=")
-        if not sign or not column:
-            raise UsageError(
-                f"invalid condition {format_value(condition)}. Write COLUMN=VALUE, such as "
-                "label=jay."
-            )
-        parsed.setdefault(column, []).append(value)
-    return parsed
+def _matches(table: Any, condition: Condition) -> Mask:
+    """Return a mask of the rows that match a condition; null matches != and None only."""
+    name, operator, targets = condition
+    kind, compute = column_type(table, name), arrow("pyarrow.compute")
+    if operator in ("=", "!="):
+        if kind is None:
+            equal = np.full(len(table), None in targets)
+        else:
+            equal = contains(table[name], _cast(condition, kind))
+        return equal if operator == "=" else ~equal
+    if kind is None:
+        return np.zeros(len(table), np.bool_)
+    if operator == "^=":
+        if not arrow().types.is_large_binary(kind):
+            raise UsageError(f"column {name} has type {kind}: ^= needs text")
+        masks = [compute.starts_with(table[name], encode(prefix)) for prefix in targets]
+        return np.asarray(np.any([compute.fill_null(mask, False) for mask in masks], axis=0))
+    bound, compare = _bound(condition, kind), _COMPARE[operator]
+    if isinstance(bound, int | float):  # unlike Arrow, NumPy compares any two numbers
+        known = np.asarray(compute.is_valid(table[name]))
+        numbers = compute.fill_null(table[name], 0).to_numpy()
+        return np.asarray(getattr(np, compare)(numbers, bound) & known)
+    return np.asarray(compute.fill_null(getattr(compute, compare)(table[name], bound), False))
 
 
 def column_type(table: Any, name: str) -> Any:
@@ -238,22 +235,49 @@ def column_type(table: Any, name: str) -> Any:
     return None if kind is None or arrow().types.is_null(kind) else kind
 
 
-def _cast(targets: list[Any], kind: Any) -> Any:
-    """Return an array of the values that convert to a column's type."""
-    pa = arrow()
+def _bound(condition: Condition, kind: Any) -> Any:
+    """Return the bound of a range: a number for a column of numbers, else an Arrow scalar."""
+    types, (value,) = arrow().types, condition.values
+    if types.is_integer(kind) or types.is_floating(kind):
+        number: Any = value if isinstance(value, str | Real) else None
+        for parse in () if isinstance(value, bool) else (int, float):
+            with suppress(TypeError, ValueError, OverflowError):
+                if isinstance(number, str) or parse(number) == number:
+                    return parse(number)
+        _raise_type(condition, kind, [value])
+    if types.is_boolean(kind) or (types.is_large_binary(kind) and not isinstance(value, str)):
+        _raise_type(condition, kind, [value])
+    return _cast(condition, kind)[0]
+
+
+def _cast(condition: Condition, kind: Any) -> Any:
+    """Return an array of the values of a condition in a column's type."""
+    pa, targets = arrow(), condition.values
     if pa.types.is_large_binary(kind):
         return pa.array([None if one is None else encode(str(one)) for one in targets], kind)
-    arrays = [pa.array([], kind)]
+    arrays, invalid = [pa.array([], kind)], list[Any]()
     for target in targets:
-        with suppress(pa.ArrowException, TypeError, ValueError):
+        try:
             arrays.append(pa.array([target]).cast(kind))  # parses text of the command line
+        except (pa.ArrowException, TypeError, ValueError, OverflowError):
+            invalid.append(target)
+    if invalid:
+        _raise_type(condition, kind, invalid)
     return pa.concat_arrays(arrays)
 
 
-def _suggest(table: Any, name: str, targets: list[Any]) -> str:
+def _raise_type(condition: Condition, kind: Any, invalid: Sequence[Any]) -> NoReturn:
+    kind = "text" if arrow().types.is_large_binary(kind) else kind
+    raise UsageError(
+        f"column {condition.column} has type {kind}, got {join_first(map(format_value, invalid))}"
+    )
+
+
+def _suggest(table: Any, condition: Condition) -> str:
     """Return a similar value, if there are not too many values to compare."""
-    texts = [value for value in values(table[name].unique()) if isinstance(value, str)]
+    unique = values(table[condition.column].unique())
+    texts = [value for value in unique if isinstance(value, str)]
     if len(texts) > 10_000:
         return ""
-    hint = suggest(str(targets[0]), sorted(texts))
+    hint = suggest(str(condition.values[0]), sorted(texts))
     return "" if hint == "." else hint

@@ -33,6 +33,7 @@ from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.models import Embedder
 from proximetry.search import indexes, metadata
+from proximetry.search.conditions import Where, parse_where
 from proximetry.search.exact import SPARE, FloatArray, Hits, Scores, exact_scores, merge_hits
 from proximetry.search.gallery import Gallery
 from proximetry.search.manifest import STAGING, Manifest, Report, write_lock
@@ -283,14 +284,15 @@ class Collection:
         (answer,) = self.client.query(self.name, filter="", output_fields=["count(*)"])
         return int(answer["count(*)"])
 
-    def select(self, where: metadata.Where) -> Any:
+    def select(self, where: Where) -> Any:
         """Return the filter expression of all conditions; raise if no image matches one of them."""
         terms = []
-        for name, value in where.items():
-            targets = metadata.condition_values(name, value, self.columns)
-            terms.append(_condition(name, targets))
+        for condition in parse_where(where, self.columns):
+            if condition.operator != "=":
+                raise UsageError(f"operator {condition.operator} is not supported on Milvus")
+            terms.append(_condition(condition.column, condition.values))
             if not self.client.query(self.name, filter=terms[-1], output_fields=["id"], limit=1):
-                raise UsageError(f"no image has {name} {join_first(map(format_value, targets))}")
+                raise UsageError(f"no image has {condition}")
         return " and ".join(terms)
 
     def _iterate(self, field: str, allowed: str = "") -> Iterator[list[dict[str, Any]]]:

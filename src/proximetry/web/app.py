@@ -27,8 +27,8 @@ from proximetry._util.formatting import format_value, shorten
 from proximetry._util.machine import cores
 from proximetry.data import ImageError, open_image
 from proximetry.models.explain import is_explainable
+from proximetry.search.conditions import parse_conditions
 from proximetry.search.duplicates import ROUNDING
-from proximetry.search.metadata import parse_conditions
 from proximetry.search.prediction import vote
 from proximetry.web.gallery_map import MAX_POINTS, MapError, MapMaker
 from proximetry.web.live_gallery import SIZES, LiveGallery, to_json_value
@@ -441,6 +441,8 @@ def _parse_conditions(where: list[str]) -> Conditions:
     parsed = parse_conditions(where)
     if "path" in parsed:
         raise UsageError("no column 'path' to filter by. Paths are private.")
+    if any(isinstance(values, dict) for values in parsed.values()):
+        raise UsageError("the search page filters by COLUMN=VALUE only")
     return tuple((name, tuple(values)) for name, values in sorted(parsed.items()))
 
 
