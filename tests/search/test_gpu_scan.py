@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from proximetry._util.errors import UsageError
+from proximetry.models import Embedder
+from proximetry.search import Gallery
 from proximetry.search.exact import Part, Store
 from proximetry.search.gpu_scan import GpuScan
 
@@ -74,3 +76,38 @@ def test_gpu_scan_reports_too_little_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 30))
     with pytest.raises(UsageError, match="GPU memory"):
         GpuScan(store, ["a", "b", "c"], "cuda")
+
+
+def test_gallery_on_a_device_equals_exact_search(tmp_path):
+    """Also with filters, and after changes by this process and another."""
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(3000, 16)).astype(np.float32)
+    embedder = Embedder.create("vectors", None, weights="none", input_dim=16)
+    paths = [f"{number}.jpg" for number in range(len(vectors))]
+    labels = [str(number % 7) for number in range(len(vectors))]
+    gallery = Gallery.build(
+        embedder, paths[:2900], tmp_path / "g", labels=labels[:2900], vectors=vectors[:2900]
+    )
+    on_device = Gallery.open(tmp_path / "g").to(DEVICE)
+    on_device._scan_device = torch.device(DEVICE)  # `to` uses a copy on a GPU only
+    on_device.refresh()
+
+    def check():
+        for where in (None, {"label": "3"}, {"label": {"!=": "3"}}):
+            expected = gallery.search(vectors[:50], 10, where=where, exact=True)
+            actual = on_device.search(vectors[:50], 10, where=where)
+            np.testing.assert_array_equal(actual.ids, expected.ids)
+            np.testing.assert_array_equal(actual.similarities, expected.similarities)
+
+    check()
+    gallery.remove([0, 3, 2000])
+    gallery.add(paths[2900:], labels=labels[2900:], vectors=vectors[2900:])
+    copies = {id(copy) for copy in on_device._snapshot.gpu_scan._copies.values()}
+    on_device.refresh()
+    assert copies & {id(copy) for copy in on_device._snapshot.gpu_scan._copies.values()}
+    check()
+    on_device.remove([5])
+    gallery.refresh()
+    check()
+    assert on_device.to("cpu")._snapshot.gpu_scan is None
+    check()

@@ -1,6 +1,7 @@
 """The commands `index`, `search` and `duplicates`: text and JSON."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -113,6 +114,10 @@ def test_contact_sheets_are_self_contained(home, call, kind):
     assert "<b>" not in page
     assert "http" not in page
     assert 'src="/' not in page
+    call("search", "images/class00/0.png", "-k", "50", "--sheet", "why.html", "--explain")
+    why = (home / "why.html").read_text()
+    assert why.count('<img src="data:image/jpeg;base64,') == 50
+    assert len({*re.findall('base64,[^"]+', why)} & {*re.findall('base64,[^"]+', page)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -124,6 +129,7 @@ def test_contact_sheets_are_self_contained(home, call, kind):
         (["index", "images", "--model", "model", "--index", "HSNW"], "HSNW"),
         (["search", "images/class00/0.png"], "no gallery gallery"),
         (["search"], "QUERIES is missing"),
+        (["search", "a.png", "--explain"], "--sheet"),
         (["search", "a.png", "--sheet", "out.gif"], ".html or .png"),
         (["search", "a.png", "--sheet", "no/out.png"], "folder no"),
         (["duplicates", "images"], "gallery.json"),

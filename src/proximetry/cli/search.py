@@ -45,6 +45,7 @@ def search(
     exact: Flag = False,
     predict: Flag = False,
     sheet: Path | None = None,
+    explain: Flag = False,
     as_json: AsJson = False,
 ) -> None:
     """Search a gallery for the images most similar to yours.
@@ -71,6 +72,7 @@ def search(
         exact: scan all vectors instead of using the index.
         predict: also print the most frequent class of the results.
         sheet: also write a contact sheet: a self-contained .html page, or a .png.
+        explain: color the results in the contact sheet by what makes them similar to the query.
     """
     from proximetry.data.folders import split_shard_path
     from proximetry.data.image_files import check_exists
@@ -85,6 +87,8 @@ def search(
         if (query / MANIFEST).exists():
             raise UsageError(f"{query} is a gallery. Use proximetry search IMAGE --gallery {query}")
     check_out(sheet, [".html", ".png"], queries, "--sheet")
+    if explain and sheet is None:
+        raise UsageError("--explain needs a contact sheet. Pass --sheet FILE.html.")
     for query in queries:  # before torch is imported
         check_exists(Path(split_shard_path(str(query))[0]))
     opened, conditions = open_gallery(gallery, model), parse_conditions(where)
@@ -129,7 +133,7 @@ def search(
     if sheet is not None:
         from proximetry.search import contact_sheet
 
-        contact_sheet(sheet, result.queries, result)
+        contact_sheet(sheet, result.queries, result, opened.embedder if explain else None)
         tables.append(f"contact sheet: {sheet}")
     document = {
         "gallery": gallery,

@@ -144,6 +144,11 @@ class Explanation:
                 draw.text((x + 10, y + 10), f"{number + 1}", "white", font, "mm")
         return picture
 
+    def heat_map(self, number: int = 1, *, side: int = 224) -> Image.Image:
+        """Return one of the images as in `image`, without regions: 0 is the first, 1 the second."""
+        limit = float(np.abs(self.contributions[number]).max()) or 1.0
+        return self._panel(number, side, limit)
+
     def _place(self, box: Box, number: int, corner: tuple[int, int], side: int) -> Box:
         """Return a box of an image in the pixels of a drawing, whose image begins at `corner`."""
         left, top, _, _ = visible = self.boxes[number]

@@ -13,6 +13,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
+import torch
 
 from proximetry._util.errors import UsageError
 from proximetry._util.files import name_write_errors
@@ -114,6 +115,7 @@ class Gallery:
         self.skipped: list[SkippedImage] = []
         self._snapshot = snapshot
         self._embedder: Embedder | None = None
+        self._scan_device: torch.device | None = None
         self._load_lock = Lock()
 
     @classmethod
@@ -245,7 +247,29 @@ class Gallery:
         with self._load_lock:
             if snapshot.manifest.embedder != self._snapshot.manifest.embedder:
                 self._embedder = None
-            self._snapshot = snapshot
+            self._switch_to(snapshot)
+
+    def to(self, device: str | torch.device) -> Self:
+        """Search on a GPU: copy the vectors there, in bfloat16, and scan all of them exactly.
+
+        Results equal those of exact searches on the CPU. "cpu" removes the copy.
+
+        Examples:
+            >>> Gallery.open("gallery").to("cpu").search(np.eye(2), k=1).ids.tolist()
+            [[0], [1]]
+        """
+        self._check_local("to")
+        chosen = resolve_device(device)
+        self._scan_device = None if chosen.type == "cpu" else chosen
+        self._switch_to(self._read_snapshot())
+        return self
+
+    def _switch_to(self, snapshot: AnySnapshot) -> None:
+        if self._scan_device is not None:
+            assert isinstance(snapshot, Snapshot)
+            assert isinstance(self._snapshot, Snapshot)
+            snapshot.copy_to(self._scan_device, self._snapshot)
+        self._snapshot = snapshot
 
     def _read_snapshot(self) -> AnySnapshot:
         return Snapshot.open(self.path)
@@ -534,7 +558,7 @@ class Gallery:
 
     def _commit(self, manifest: Manifest) -> None:
         """Commit a change; requires the lock."""
-        self._snapshot = Snapshot(self.path, commit(self.path, manifest))
+        self._switch_to(Snapshot(self.path, commit(self.path, manifest)))
 
     def versions(self) -> list[Version]:
         """Return the current version, last, and those replaced within a day."""

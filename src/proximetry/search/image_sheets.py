@@ -19,6 +19,7 @@ from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_path, atomic_write
 from proximetry._util.formatting import shorten
 from proximetry.data.images import ImageError, thumbnail
+from proximetry.models import Embedder
 from proximetry.search.search_result import REMOVED, SearchResult
 
 _THUMBNAIL, _MARGIN, _LINE = 160, 10, 15  # pixels
@@ -32,19 +33,22 @@ class _Cell(NamedTuple):
     lines: tuple[str, ...]  # below the image
 
 
-def contact_sheet(file: Path, queries: Sequence[Any], result: SearchResult) -> None:
+def contact_sheet(
+    file: Path, queries: Sequence[Any], result: SearchResult, embedder: Embedder | None = None
+) -> None:
     """Write a contact sheet atomically.
 
     Args:
         file: a self-contained .html page, or a .png image.
         queries: the image of each query.
         result: the search results.
+        embedder: colors each result by what makes it similar to the query (`Embedder.explain`).
     """
     if file.suffix.lower() not in (".html", ".png"):
         raise UsageError(f"a contact sheet must end in .html or .png, got {file}")
     if len(queries) != len(result):
         raise UsageError(f"{len(queries)} queries for {len(result)} results")
-    rows = _rows(queries, result)
+    rows = _rows(queries, result, embedder)
     if file.suffix.lower() == ".html":
         atomic_write(file, _page(rows, "Search results", query=True))
         return
@@ -72,17 +76,19 @@ def group_sheet(file: Path, groups: Sequence[Sequence[str | None]], title: str) 
     return len(rows)
 
 
-def _rows(queries: Sequence[Any], result: SearchResult) -> list[list[_Cell]]:
+def _rows(
+    queries: Sequence[Any], result: SearchResult, embedder: Embedder | None = None
+) -> list[list[_Cell]]:
     """Return the cells of every query and its results."""
     if len(queries) * (result.k + 1) > _MAX_CELLS:
         raise UsageError(
             f"contact sheet is too large: {len(queries)} × {result.k} images. "
             f"Use fewer queries or a smaller k, at most {_MAX_CELLS} images."
         )
-    return [_cells(query, result, number) for number, query in enumerate(queries)]
+    return [_cells(query, result, number, embedder) for number, query in enumerate(queries)]
 
 
-def _cells(query: Any, result: SearchResult, number: int) -> list[_Cell]:
+def _cells(query: Any, result: SearchResult, number: int, embedder: Embedder | None) -> list[_Cell]:
     name = os.path.basename(os.fspath(query)) if isinstance(query, str | os.PathLike) else ""
     cells = [_Cell(query, ("query", name))]
     for rank in range(result.k):
@@ -94,8 +100,16 @@ def _cells(query: Any, result: SearchResult, number: int) -> list[_Cell]:
         if result.probabilities is not None:
             score += f" ({100 * result.probabilities[number, rank]:.0f} %)"
         name = os.path.basename(path)
-        cells.append(_Cell(path, (f"{rank + 1}.  {score}", *([label] if label else []), name)))
+        image = path if embedder is None or query is None else _explained(embedder, query, path)
+        cells.append(_Cell(image, (f"{rank + 1}.  {score}", *([label] if label else []), name)))
     return cells
+
+
+def _explained(embedder: Embedder, query: Any, path: str) -> Any:
+    try:
+        return embedder.explain(query, path).heat_map(side=_THUMBNAIL)
+    except ImageError:
+        return path
 
 
 def _thumbnail(image: Any) -> Image.Image | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
@@ -18,6 +19,7 @@ from proximetry.search import indexes, metadata
 from proximetry.search.conditions import Where
 from proximetry.search.effort import Effort
 from proximetry.search.exact import FloatArray, Hits, Mask, Part, Scores, Store, merge_hits, take
+from proximetry.search.gpu_scan import GpuScan
 from proximetry.search.manifest import DamagedGalleryError, Manifest, ignore, read_manifest
 from proximetry.search.segment import (
     BLOCK,
@@ -61,6 +63,8 @@ class Snapshot:
 
     Rows have positions, in the order of their ids over all segments; −1 means none.
     """
+
+    gpu_scan: GpuScan | None = None
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -210,9 +214,17 @@ class Snapshot:
         columns = self.take(positions, ["path", *metadata.STAMP, metadata.DIGEST]).values()
         return map(StoredFile, positions.tolist(), *columns)
 
+    def copy_to(self, device: torch.device, previous: Snapshot) -> None:
+        """Copy the vectors to a GPU; those of segments of the previous version are reused."""
+        names = [info.name for info in self.manifest.segments]
+        self.gpu_scan = GpuScan(self.store, names, device, previous.gpu_scan)
+
     def search(self, queries: FloatArray, k: int, allowed: Any, effort: Effort = _DEFAULT) -> Hits:
         """Return the k nearest of the allowed rows, by an index or an exact scan."""
         k = min(k, self.max_k)
+        if self.gpu_scan is not None:
+            is_filtered = allowed is not self.alive or len(self.deleted) > 0
+            return self.gpu_scan.search(queries, k, allowed if is_filtered else None)
         scanned: list[Part] = []
         hits: list[Hits] = []
         for segment in self.segments:
