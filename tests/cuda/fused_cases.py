@@ -410,6 +410,20 @@ def test_fused_losses_run_in_cuda_graphs(name):
 
 
 @needs_gpu
+@pytest.mark.parametrize("name", ["proxy_anchor", "soft_triple", "sphereface"])
+def test_make_graphed_callables(name):
+    k = 2 if name == "soft_triple" else 1
+    loss = make(name, 300, 64, k, "fused")
+    loss.check_labels = False
+    x, y = batch(96, 300, 64)
+    expected = value_and_gradients(make(name, 300, 64, k, "fused"), x, y)
+    torch.cuda.make_graphed_callables(loss, (torch.randn_like(x, requires_grad=True), y.clone()))
+    actual = value_and_gradients(loss, x, y)
+    for one, two in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@needs_gpu
 def test_autocast_and_compile():
     loss = make("mpa", 5000, 64, 2, "fused")
     x, y = batch(32, 5000, 64)
