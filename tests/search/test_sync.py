@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -99,6 +100,22 @@ def test_sync_skips_unreadable_files_and_keeps_their_old_rows(home):
     assert gallery.sync("images", bad_images="skip") == (0, 0, 0, 0)
     assert len(gallery.skipped) == 2
     assert len(gallery) == count
+
+
+def test_sync_embeds_the_images_of_a_changed_shard_again(home):
+    def pack(*files):
+        with tarfile.open("shards/0.tar", "w") as shard:
+            for number, file in enumerate(files):
+                shard.add(file, f"jay/{number}.png")
+        return os.stat("shards/0.tar").st_size
+
+    Path("shards").mkdir()
+    size = pack("images/class00/0.png", "images/class01/0.png")
+    gallery = index("shards/0.tar", "g", make_embedder(), report=lambda line: None)
+    before = gallery.vectors([0, 1])
+    assert pack("images/class01/0.png", "images/class00/0.png") == size
+    assert gallery.sync("shards/0.tar") == (0, 2, 0, 0)
+    np.testing.assert_allclose(gallery.vectors(gallery.ids()), before[::-1], atol=1e-6)
 
 
 def test_index_sync_command(home, call):

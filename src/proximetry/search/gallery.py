@@ -21,7 +21,6 @@ from proximetry._util.formatting import join_first, pluralize
 from proximetry._util.machine import resolve_device
 from proximetry._util.types import IntArray, Progress, is_integer
 from proximetry.metrics.calibration import Calibration
-from proximetry.metrics.reranking import RERANKED, expand_queries
 from proximetry.models import Embedder
 from proximetry.models.constants import Similarity
 from proximetry.models.storage import read_calibration, read_description
@@ -60,10 +59,9 @@ from proximetry.search.queries import (
     Box,
     Combine,
     Queries,
+    check_options,
     embed_queries,
-    find_nearest,
-    merge_queries,
-    rerank_hits,
+    run_queries,
 )
 from proximetry.search.relocation import remap_paths
 from proximetry.search.search_result import SearchResult
@@ -76,8 +74,6 @@ if TYPE_CHECKING:
     from proximetry.search.milvus import Collection
 
     AnySnapshot: TypeAlias = Snapshot | Collection
-
-_MAX_RERANK_K = 1000  # re-ranking compares twice this number of images
 
 
 class Gallery:
@@ -645,40 +641,13 @@ class Gallery:
             >>> result.ids.tolist()
             [[0, 1], [1, 0]]
         """
-        if not is_integer(k):
-            raise UsageError(f"k must be an integer of at least 1, got {k!r}")
-        if not is_integer(expand, 0):
-            raise UsageError(f"expand must be an integer of at least 0, got {expand!r}")
-        if expand and self.similarity != "cosine":
-            raise UsageError("expand requires a gallery with cosine similarity")
-        if rerank and k > _MAX_RERANK_K:
-            raise UsageError(f"rerank supports k up to {_MAX_RERANK_K}, got k = {k}")
-        if combine not in (None, "mean", "max"):
-            raise UsageError(f"combine must be mean or max, got {combine!r}")
-        if combine == "max" and (expand or rerank):
-            raise UsageError('combine="max" does not support expand and rerank. Use "mean".')
+        check_options(self.similarity, k, combine, expand, rerank)
         snapshot = self._snapshot
         find = self._searcher(snapshot, Effort(nprobe, ef, refine, exact), where)
         embedded = embed_queries(
             self, snapshot, queries, box, combine, batch_size, progress or ignore
         )
-        vectors, expanded = embedded.vectors, embedded
-        if expand:
-            positions = find_nearest(find, embedded, int(expand)).positions
-            neighbors = snapshot.vectors(positions.ravel()).reshape(*positions.shape, -1)
-            expanded = embedded._replace(
-                vectors=expand_queries(vectors, neighbors).astype(np.float32)
-            )
-        count = max(RERANKED, 2 * int(k)) if rerank else int(k)
-        hits = find_nearest(find, expanded, count)
-        if rerank:
-            hits = rerank_hits(snapshot, expanded.vectors, hits, int(k))
-        if combine == "max" and len(vectors):
-            hits = merge_queries(snapshot, vectors, hits)
-        scores = None
-        if expand or rerank:
-            scores = hits.scores.astype(np.float32)
-            hits = Hits(hits.positions, snapshot.scores(vectors, hits.positions))
+        hits, scores = run_queries(snapshot, find, embedded, int(k), combine, int(expand), rerank)
         calibration = self.calibration
         prior = 0.5
         if calibration is not None:  # without classes, as many as in the calibration
