@@ -272,6 +272,11 @@ class Gallery:
         snapshot = self._snapshot
         return snapshot.ids(snapshot.allowed_positions(snapshot.select(where or {})))
 
+    def sample_ids(self, count: int) -> IntArray:
+        """Return the ids of up to `count` random images, in ascending order."""
+        ids = self.ids()
+        return np.sort(np.random.default_rng(0).permutation(ids)[:count])
+
     @property
     def columns(self) -> list[str]:
         """The names of the metadata columns."""
@@ -374,7 +379,7 @@ class Gallery:
         if not replace:
             self._check_new(snapshot, new_images.table)
         if not new_images.embedded:
-            new_images.embed(self.embedder, snapshot.manifest.embedder, self.path)
+            self._embed(new_images)
         self.skipped = new_images.skipped
         if not len(new_images.table):
             return np.arange(0)
@@ -385,6 +390,9 @@ class Gallery:
                 "which has classes. Pass labels=, a class folder or a table."
             )
         return self._write(new_images, replace=replace)
+
+    def _embed(self, new_images: NewImages) -> None:
+        new_images.embed(self.embedder, self._snapshot.manifest.embedder, self.path)
 
     def _check_not_rebuilt(self, snapshot: AnySnapshot) -> None:
         if snapshot.manifest.embedder != self._snapshot.manifest.embedder:
@@ -504,7 +512,7 @@ class Gallery:
             raise UsageError("expand requires a gallery with cosine similarity")
         if rerank and k > _MAX_RERANK_K:
             raise UsageError(f"rerank supports k up to {_MAX_RERANK_K}, got k = {k}")
-        snapshot = self._snapshot
+        snapshot = self._view()
         allowed = snapshot.select(where or {})
         images, vectors = self._embed_queries(queries, batch_size, progress or ignore)
         expanded = vectors
@@ -535,6 +543,10 @@ class Gallery:
             _positions=hits.positions,
             _take=snapshot.take,
         )
+
+    def _view(self) -> AnySnapshot:
+        """Return what a search reads."""
+        return self._snapshot
 
     def _embed_queries(
         self, queries: Any, batch_size: int, progress: Progress
