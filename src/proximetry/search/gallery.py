@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -19,15 +19,15 @@ from proximetry._util.formatting import join_first, pluralize
 from proximetry._util.machine import resolve_device
 from proximetry._util.types import IntArray, Progress, is_integer
 from proximetry.metrics.calibration import Calibration
-from proximetry.metrics.reranking import RERANKED, expand_queries, k_reciprocal_distances
+from proximetry.metrics.reranking import RERANKED, expand_queries
 from proximetry.models import Embedder
 from proximetry.models.constants import Similarity
-from proximetry.models.preprocessing import ImageSource
 from proximetry.models.storage import read_calibration, read_description
 from proximetry.search import indexes, metadata
 from proximetry.search.conditions import Where
 from proximetry.search.duplicates import Duplicates, find_duplicates
-from proximetry.search.exact import FloatArray, Hits, as_similarities, merge_hits
+from proximetry.search.effort import Effort, measure_recall
+from proximetry.search.exact import FloatArray, Hits, as_similarities
 from proximetry.search.manifest import (
     EMBEDDER,
     STAGING,
@@ -49,20 +49,26 @@ from proximetry.search.new_images import (
     NewImages,
     SkippedImage,
     Vectors,
-    as_vectors,
     stamp_of,
 )
 from proximetry.search.prediction import Prediction
+from proximetry.search.queries import (
+    Box,
+    Combine,
+    Queries,
+    embed_queries,
+    find_nearest,
+    merge_queries,
+    rerank_hits,
+)
 from proximetry.search.search_result import SearchResult
-from proximetry.search.segment import check_segment, prepare_vectors
+from proximetry.search.segment import check_segment
 from proximetry.search.snapshot import Snapshot, merge_small_segments
 
 if TYPE_CHECKING:
     from proximetry.search.milvus import Collection
 
     AnySnapshot: TypeAlias = Snapshot | Collection
-
-Queries: TypeAlias = "ImageSource | Sequence[ImageSource] | Vectors"
 
 _MAX_RERANK_K = 1000  # re-ranking compares twice this number of images
 
@@ -478,24 +484,39 @@ class Gallery:
         k: int = 10,
         *,
         where: Where | None = None,
+        combine: Combine | None = None,
+        box: Box | None = None,
         expand: int = 0,
         rerank: bool = False,
+        nprobe: int | None = None,
+        ef: int | None = None,
+        refine: int | None = None,
+        exact: bool = False,
         batch_size: int = 64,
         progress: Progress | None = None,
     ) -> SearchResult:
         """Return the k nearest images of every query.
 
         Args:
-            queries: one image or several (paths, PIL images, uint8 arrays), or vectors of the
-                gallery's embedder as a float array or tensor, [dim] or [n, dim].
+            queries: one or several images (paths, PIL images, uint8 arrays); ids of the gallery,
+                which are excluded from their own results; or vectors of the gallery's embedder as a
+                float array or tensor, [dim] or [n, dim].
             k: number of results per query.
             where: by column, a value, several values combined with OR, or operators; all must
                 match: ``{"label": ["jay", "crow"], "year": {">=": 1999, "<": 2005}}``. Operators
                 are ``=``, ``!=``, ``<``, ``<=``, ``>``, ``>=`` and ``^=`` (prefix).
+            combine: search with all queries as one: "mean" of their vectors, or "max" similarity
+                to any of them.
+            box: search with a rectangle of the only image: left, top, right, bottom in pixels.
             expand: query expansion with this number of neighbors (`metrics.expand_queries`).
             rerank: order the nearest images by `metrics.k_reciprocal_distances`. With `expand` or
                 `rerank`, results are ordered by their `scores`; `similarities` are still those to
                 the original query.
+            nprobe: number of lists of an IVF index to search.
+            ef: number of candidates that an HNSW index keeps (efSearch).
+            refine: number of candidates per result to score with the full vectors, for indexes of
+                compressed vectors.
+            exact: scan all vectors instead of using the index.
             batch_size: images per forward pass.
             progress: called with (done, total) while images are embedded.
 
@@ -512,17 +533,28 @@ class Gallery:
             raise UsageError("expand requires a gallery with cosine similarity")
         if rerank and k > _MAX_RERANK_K:
             raise UsageError(f"rerank supports k up to {_MAX_RERANK_K}, got k = {k}")
+        if combine not in (None, "mean", "max"):
+            raise UsageError(f"combine must be mean or max, got {combine!r}")
+        if combine == "max" and (expand or rerank):
+            raise UsageError('combine="max" does not support expand and rerank. Use "mean".')
         snapshot = self._view()
-        allowed = snapshot.select(where or {})
-        images, vectors = self._embed_queries(queries, batch_size, progress or ignore)
-        expanded = vectors
+        find = self._searcher(snapshot, Effort(nprobe, ef, refine, exact), where)
+        embedded = embed_queries(
+            self, snapshot, queries, box, combine, batch_size, progress or ignore
+        )
+        vectors, expanded = embedded.vectors, embedded
         if expand:
-            positions = snapshot.search(vectors, int(expand), allowed).positions
+            positions = find_nearest(find, embedded, int(expand)).positions
             neighbors = snapshot.vectors(positions.ravel()).reshape(*positions.shape, -1)
-            expanded = expand_queries(vectors, neighbors).astype(np.float32)
-        hits = snapshot.search(expanded, max(RERANKED, 2 * int(k)) if rerank else int(k), allowed)
+            expanded = embedded._replace(
+                vectors=expand_queries(vectors, neighbors).astype(np.float32)
+            )
+        count = max(RERANKED, 2 * int(k)) if rerank else int(k)
+        hits = find_nearest(find, expanded, count)
         if rerank:
-            hits = _rerank(snapshot, expanded, hits, int(k))
+            hits = rerank_hits(snapshot, expanded.vectors, hits, int(k))
+        if combine == "max" and len(vectors):
+            hits = merge_queries(snapshot, vectors, hits)
         scores = None
         if expand or rerank:
             scores = hits.scores.astype(np.float32)
@@ -537,7 +569,7 @@ class Gallery:
             self.similarity,
             tuple(snapshot.columns),
             scores,
-            images,
+            embedded.images,
             calibration,
             prior,
             _positions=hits.positions,
@@ -548,28 +580,45 @@ class Gallery:
         """Return what a search reads."""
         return self._snapshot
 
-    def _embed_queries(
-        self, queries: Any, batch_size: int, progress: Progress
-    ) -> tuple[Sequence[Any], FloatArray]:
-        """Return the images of the queries, None for those that are vectors; and the vectors."""
-        if "float" in str(getattr(queries, "dtype", "")) and queries.ndim in (1, 2):
-            queries = queries.reshape(-1, queries.shape[-1])
-            images: Sequence[Any] = [None] * len(queries)
-            vectors = as_vectors(queries, len(queries), self.dim)
-        else:
-            images = [queries] if self.embedder.is_single(queries) else list(queries)
-            try:
-                vectors = self.embedder.encode(
-                    images, batch_size, progress=lambda done: progress(done, len(images))
-                ).numpy()
-            except ValueError as error:
-                cause = error.__cause__
-                raise UsageError(str(cause if isinstance(cause, ValueError) else error)) from error
-        return images, prepare_vectors(vectors, self._snapshot.manifest)
+    def _searcher(
+        self, snapshot: AnySnapshot, effort: Effort, where: Where | None
+    ) -> Callable[[FloatArray, int], Hits]:
+        """Return a function of (vectors, k) that searches the allowed images."""
+        allowed = snapshot.select(where or {})
+        if not any(value is not None and value is not False for value in effort):
+            return lambda vectors, k: snapshot.search(vectors, k, allowed)
+        if not isinstance(snapshot, Snapshot):
+            raise UsageError("nprobe, ef, refine and exact are not supported on Milvus")
+        effort.check(self._indexes())
+        return lambda vectors, k: snapshot.search(vectors, k, allowed, effort)
 
-    def predict(
-        self, queries: Queries, k: int = 10, *, where: Where | None = None
-    ) -> list[Prediction]:
+    def recall(
+        self,
+        sample: int = 1000,
+        k: int = 10,
+        *,
+        nprobe: int | None = None,
+        ef: int | None = None,
+        refine: int | None = None,
+    ) -> float:
+        """Return recall@k of searches compared with exact ones, for a sample of the images.
+
+        Arguments are as in `search`. A neighbor as near as the exact k-th one is right.
+
+        Examples:
+            >>> Gallery.open("gallery").recall(k=2)
+            1.0
+        """
+        for name, value in (("sample", sample), ("k", k)):
+            if not is_integer(value):
+                raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
+        if not isinstance(self._snapshot, Snapshot):
+            raise UsageError(f"recall is not supported on Milvus: {self.name}")
+        effort = Effort(nprobe, ef, refine)
+        effort.check(self._indexes())
+        return measure_recall(self._snapshot, int(sample), int(k), effort)
+
+    def predict(self, queries: Queries, k: int = 10, **options: Any) -> list[Prediction]:
         """Predict the class of every query by a majority vote of its k nearest images.
 
         Images without a class do not vote; ties go to the class of the nearer image. Arguments are
@@ -579,7 +628,7 @@ class Gallery:
             >>> Gallery.open("gallery").predict(np.array([0.9, 0.3]), k=3)
             [Prediction(label='jay', votes=2, neighbors=3)]
         """
-        return self.search(queries, k, where=where).predictions
+        return self.search(queries, k, **options).predictions
 
     def serve(self, host: str = "127.0.0.1", port: int = 8000, token: str | None = None) -> None:
         """Serve the search page of the gallery until Ctrl-C; see `proximetry.web.serve`."""
@@ -618,14 +667,3 @@ def _with_stored_columns(snapshot: AnySnapshot, table: Any) -> Any:
     positions = np.array([existing.get(path, -1) for path in table["path"].to_pylist()], np.int64)
     columns = snapshot.take(positions, snapshot.columns)
     return metadata.from_columns({**columns, "path": metadata.values(table["path"])})
-
-
-def _rerank(snapshot: AnySnapshot, queries: FloatArray, hits: Hits, k: int) -> Hits:
-    """Return the k nearest hits by k-reciprocal distances."""
-    scores = np.full(hits.positions.shape, -np.inf)
-    for query, positions, row in zip(queries, hits.positions, scores, strict=True):
-        valid = positions >= 0
-        if valid.any():
-            vectors = snapshot.vectors(positions[valid])
-            row[valid] = -k_reciprocal_distances(query[None], vectors)[0]
-    return merge_hits([Hits(hits.positions, scores)], min(k, hits.positions.shape[1]))

@@ -32,12 +32,12 @@ class _Cell(NamedTuple):
     lines: tuple[str, ...]  # below the image
 
 
-def contact_sheet(file: Path, queries: Sequence[str], result: SearchResult) -> None:
+def contact_sheet(file: Path, queries: Sequence[Any], result: SearchResult) -> None:
     """Write a contact sheet atomically.
 
     Args:
         file: a self-contained .html page, or a .png image.
-        queries: the image file of each query.
+        queries: the image of each query.
         result: the search results.
     """
     if file.suffix.lower() not in (".html", ".png"):

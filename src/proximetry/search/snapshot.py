@@ -16,6 +16,7 @@ from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.search import indexes, metadata
 from proximetry.search.conditions import Where
+from proximetry.search.effort import Effort
 from proximetry.search.exact import FloatArray, Hits, Mask, Part, Scores, Store, merge_hits, take
 from proximetry.search.manifest import DamagedGalleryError, Manifest, ignore, read_manifest
 from proximetry.search.segment import (
@@ -33,6 +34,7 @@ MAX_SCAN_ENTRIES = 1 << 24
 SCAN_FACTOR = 64
 """Scan if (allowed rows)² < SCAN_FACTOR × k × rows, where an index is not faster."""
 MAX_MERGED_ROWS = 65_536  # of small segments: written in a second
+_DEFAULT = Effort()
 _MIN_FILTERED_K = 10  # of a search in an index, to estimate the allowed share near a query
 _MAX_GATHERED = 0.5  # share of a segment up to which allowed rows are gathered, else masked
 
@@ -185,7 +187,7 @@ class Snapshot:
         positions = np.flatnonzero(np.asarray(mask) & self.alive)
         return zip(*self.take(positions, ["path", *metadata.STAMP]).values(), strict=True)
 
-    def search(self, queries: FloatArray, k: int, allowed: Any) -> Hits:
+    def search(self, queries: FloatArray, k: int, allowed: Any, effort: Effort = _DEFAULT) -> Hits:
         """Return the k nearest of the allowed rows, by an index or an exact scan."""
         k = min(k, self.max_k)
         scanned: list[Part] = []
@@ -199,16 +201,23 @@ class Snapshot:
             elif count < total:
                 part = part._replace(allowed=mask)
             few = count < total and count * self.manifest.dim <= MAX_SCAN_ENTRIES
-            if segment.index is None or few or count**2 < SCAN_FACTOR * k * total:
+            few |= count**2 < SCAN_FACTOR * k * total
+            if segment.index is None or few or effort.exact:
                 scanned.append(part)
             else:
-                hits.append(self._search_index(segment.index, part, mask, queries, k))
+                hits.append(self._search_index(segment.index, part, mask, queries, k, effort))
         if scanned or not hits:
             hits.append(self.store.search(scanned, queries, k))
         return hits[0] if len(hits) == 1 else merge_hits(hits, k)
 
     def _search_index(
-        self, index: indexes.Index, part: Part, mask: Mask, queries: FloatArray, k: int
+        self,
+        index: indexes.Index,
+        part: Part,
+        mask: Mask,
+        queries: FloatArray,
+        k: int,
+        effort: Effort,
     ) -> Hits:
         """Return the k nearest of the allowed rows among the candidates of an index.
 
@@ -217,9 +226,11 @@ class Snapshot:
         """
         count = int(np.count_nonzero(mask))
         share, n = count / len(mask), k if count == len(mask) else max(k, _MIN_FILTERED_K)
-        rows = index.candidates(queries, n, share)
+        nprobe, ef, refine, _ = effort
+        rows = index.candidates(queries, n, share, nprobe=nprobe, ef=ef, refine=refine)
         matches = (rows >= 0) & mask[rows]
-        few = matches.sum(1) < min(index.count(n), count)
+        expected = n if nprobe else index.count(n, refine)
+        few = matches.sum(1) < min(expected, count)
         few |= matches[:, : math.ceil(2 * n / share)].sum(1) < min(n, count)
         # In descending order, the positions of allowed candidates come before the −1 of others.
         positions = np.sort(np.where(matches, rows + part.start, -1), axis=1)[:, ::-1]
