@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,7 +49,7 @@ RETRY_SECONDS = 120.0  # for which calls are repeated while a server is away or 
 # channel, segment or node not available.
 _TRANSIENT = {"UNAVAILABLE", "DEADLINE_EXCEEDED", 1, 2, 101, 103, 201, 202, 400, 401}
 _TRANSIENT |= {500, 501, 503, 600, 601, 602, 901, 902, 903, 904, 905}
-_VERSION = 3
+_VERSION, _MANIFEST = 3, ("embedder", "similarity", "dim", "index")
 # Properties of a collection: the gallery as JSON, one for each column besides path and label, and
 # one for each partition that is complete.
 _GALLERY, _COLUMN, _COMPLETE = "proximetry", "proximetry.column.", "proximetry.complete."
@@ -278,14 +278,14 @@ def _within(field: str, prefix: str) -> str:
 def _expression(condition: Condition) -> str:
     """Return the filter expression of a condition; it compares no missing values."""
     column, operator, values = condition
-    field, exists = f"{_OTHERS}[{_quoted(column)}]", f"exists {_OTHERS}[{_quoted(column)}]"
+    field, exists = f"{_OTHERS}[{_quoted(column)}]", f"(exists {_OTHERS}[{_quoted(column)}])"
     if column in _TEXTS:
         if operator in ("=", "!="):
             texts = [_quoted(_NO_TEXT if value is None else value) for value in values]
             return f"{column} {'in' if operator == '=' else 'not in'} [{', '.join(texts)}]"
         if not isinstance(values[0], str):
             raise UsageError(f"column {column} has type text, got {format_value(values[0])}")
-        field, exists = column, f"{column} != {_quoted(_NO_TEXT)}"
+        field, exists = column, f"({column} != {_quoted(_NO_TEXT)})"
     if operator == "^=":
         terms = [_within(field, prefix) for prefix in values]
     else:
@@ -294,9 +294,9 @@ def _expression(condition: Condition) -> str:
         terms = [f"{field} {sign} {text}" for one in known for text in _literals(one, operator)]
     matches = f"({' or '.join(terms or ['id < 0'])})"
     if operator == "!=":
-        matches = f"not {matches}"
+        matches = f"(not {matches})"
     if (operator == "!=") != (None in values):
-        return f"(not {exists} or {matches})"
+        return f"((not {exists}) or {matches})"
     return f"({exists} and {matches})"
 
 
@@ -328,7 +328,7 @@ class Collection:
                 f"{self.address} has format version {format_value(description['version'])}; this "
                 f"Proximetry reads version {_VERSION}. Install the version that wrote it."
             )
-        self.manifest = Manifest(**description["manifest"])
+        self.manifest = Manifest(*(description[name] for name in _MANIFEST))
         others = sorted(key.removeprefix(_COLUMN) for key in properties if _COLUMN in key)
         self.columns = [*_TEXTS, *map(_restore, others)]
         self.complete = any(key.startswith(self._completed) for key in properties)
@@ -356,7 +356,8 @@ class Collection:
             for name in _TEXTS:
                 schema.add_field(name, types.VARCHAR, max_length=_MAX_TEXT)
             schema.add_field(_OTHERS, types.JSON)
-            description = {"version": _VERSION, "manifest": asdict(manifest)}
+            description = {"version": _VERSION}
+            description |= {name: getattr(manifest, name) for name in _MANIFEST}
             client.create_collection(
                 address.collection,
                 schema=schema,
@@ -536,11 +537,12 @@ class Collection:
         positions = np.full((len(lists), count), -1, np.int64)
         scores = np.full(positions.shape, -np.inf)
         vectors = np.zeros((*positions.shape, self.manifest.dim if rescored else 0), np.float32)
-        sign = 1 if self.manifest.similarity == "cosine" else -1  # Milvus squares distances, too
+        cosine = self.manifest.similarity == "cosine"  # Milvus squares distances, too
         for row, hits in enumerate(lists):
             for rank, hit in enumerate(hits):
                 entity = hit["entity"]
-                positions[row, rank], scores[row, rank] = hit["id"], sign * hit["distance"]
+                score = hit["distance"] if cosine else min(-hit["distance"], 0.0)
+                positions[row, rank], scores[row, rank] = hit["id"], score
                 if rescored:
                     vectors[row, rank] = entity.pop("vector")
                 if self.records is not None:
@@ -548,7 +550,7 @@ class Collection:
         if rescored:
             scores = exact_scores(queries, vectors, self.manifest.similarity)
             scores[positions < 0] = -np.inf
-        return Hits(positions, scores if sign > 0 else np.minimum(scores, 0))
+        return Hits(positions, scores)
 
     def find_paths(self, table: Any) -> dict[bytes, int]:
         """Return the paths of a table that are in the gallery, and their ids."""
