@@ -335,9 +335,7 @@ class Collection:
         self.kind, self.settings = "", dict[str, int]()
         # Rows with vectors per message.
         self._batch = min(_MAX_ROWS, max(1, _MAX_NUMBERS // self.manifest.dim))
-        self._reading: dict[str, Any] = {"consistency_level": self.address.consistency}
-        if self.address.partition:
-            self._reading["partition_names"] = [self.address.partition]
+        self._part = {"partition_names": [self.address.partition]} if self.address.partition else {}
 
     @property
     def _completed(self) -> str:
@@ -416,7 +414,7 @@ class Collection:
         return int(answer["count(*)"])
 
     def _query(self, **options: Any) -> list[dict[str, Any]]:
-        return list(self.client.query(self.name, **options, **self._reading))
+        return list(self.client.query(self.name, **options, **self._part))
 
     def select(self, where: Where) -> Any:
         """Return the filter expression of each condition."""
@@ -430,13 +428,12 @@ class Collection:
 
     def _iterate(self, field: str, allowed: str = "") -> Iterator[list[dict[str, Any]]]:
         """Yield batches of rows with id and this field, in the order of ids."""
-        partition = {"partition_names": [self.address.partition]} if self.address.partition else {}
         batches = self.client.query_iterator(
             self.name,
             batch_size=self._batch,
             filter=allowed,
             output_fields=["id", field],
-            **partition,
+            **self._part,
         )
         return self.client.rows(batches)
 
@@ -471,7 +468,7 @@ class Collection:
         rows: dict[int, dict[str, Any]] = {}
         targets, names = np.unique(ids[ids >= 0]).tolist(), ["id", *fields]
         for part in chunks(len(targets), self._batch):
-            options = {"ids": targets[part], "output_fields": names, **self._reading}
+            options = {"ids": targets[part], "output_fields": names, **self._part}
             rows |= {row["id"]: row for row in self.client.get(self.name, **options)}
         return rows
 
@@ -523,7 +520,8 @@ class Collection:
                 limit=count,
                 output_fields=fields,
                 search_params={"params": effort if self.kind[:3] in ("IVF", "HNS") else {}},
-                **self._reading,
+                consistency_level=self.address.consistency,
+                **self._part,
             )
             parts.append(merge_hits([self._read(queries[part], lists, count, rescored)], k))
         positions, scores = map(np.concatenate, zip(*parts, strict=True))
@@ -576,7 +574,7 @@ class Collection:
     def remove(self, ids: IntArray) -> None:
         """Remove rows."""
         for part in chunks(len(ids), _MAX_ROWS):
-            partition = self.address.partition
+            partition = self.address.partition or None
             self.client.delete(self.name, ids=ids[part].tolist(), partition_name=partition)
 
 
@@ -636,6 +634,12 @@ class MilvusGallery(Gallery):
     def __init__(self, collection: Collection) -> None:
         super().__init__(collection.address.folder, str(collection.address), collection)
         self._opened = time.time_ns()
+
+    def __enter__(self) -> MilvusGallery:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Disconnect from the server."""
