@@ -99,7 +99,7 @@ def test_invalid_boxes(built, files):
     ("kind", "low", "high", "invalid"),
     [
         ("HNSW32", {"ef": 11}, {"ef": 2000}, {"nprobe": 3}),
-        ("IVF64,Flat", {"nprobe": 1}, {"nprobe": 64}, {"refine": 3}),
+        ("IVF256,Flat", {"nprobe": 1}, {"nprobe": 256}, {"refine": 3}),
         ("IVF64,PQ16x4", {"refine": 1}, {"refine": 100, "nprobe": 64}, {"ef": 3}),
     ],
 )

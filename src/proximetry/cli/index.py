@@ -2,12 +2,16 @@
 
 import os
 import shlex
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from proximetry._util.formatting import format_int, join_first, truncate_lines
-from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, TableColumns
-from proximetry.cli.output import print_result, progress_bar, relative_path, skip_hint
+from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Flag, TableColumns
+from proximetry.cli.output import echo, print_result, progress_bar, relative_path, skip_hint
 from proximetry.search.manifest import GALLERY
 
 
@@ -16,6 +20,10 @@ def index(
     model: Path | None = None,
     gallery: str = GALLERY,
     index: str | None = None,
+    sync: Flag = False,
+    watch: Flag = False,
+    interval: Annotated[float, Parameter(validator=Number(gt=0))] = 5.0,
+    root: str | None = None,
     batch_size: BatchSize = 64,
     bad_images: BadImages = "error",
     columns: TableColumns = None,
@@ -35,6 +43,13 @@ def index(
             milvus:file.db for a local file.
         index: Flat is exact; HNSW32, IVF1024,PQ64 and other faiss factory strings are approximate;
             BFlat searches binary codes; default: auto, which chooses by size.
+        sync: also embed changed files again, follow moved ones, and remove images below the folders
+            whose files are missing.
+        watch: keep indexing new files, until Ctrl-C; files that are being written are left for
+            later, unreadable ones are skipped.
+        interval: seconds between two listings of --watch.
+        root: first replace the start of the gallery's paths, after images were moved: OLD=NEW, or
+            NEW for the common folder of all paths.
     """
     from proximetry.cli.inputs import processes
     from proximetry.data.image_files import check_exists
@@ -42,11 +57,36 @@ def index(
     if "RANK" not in os.environ:  # under torchrun, rank 0 reports missing paths later
         for word in images:
             check_exists(Path(word).expanduser())  # before torch is imported
-    from proximetry.search import metadata
+    from proximetry.search import Gallery, metadata
     from proximetry.search.indexing import index_table, is_gallery, load_model
     from proximetry.search.manifest import ignore, is_milvus
     from proximetry.search.new_images import distributed_workers, worker_loop
+    from proximetry.search.watch import watch as run_watch
 
+    folders = [*filter(os.path.isdir, map(os.path.expanduser, images))]
+    if root is not None:
+        old, _, new = root.rpartition("=")
+        count = Gallery.open(gallery).remap_paths(new, old or None)
+        text = f"{gallery}: {format_int(count)} paths are now below {new}"
+        if not images:
+            print_result(as_json, {"gallery": gallery, "root": new, "images": count}, text)
+            return
+    if watch:
+        with suppress(KeyboardInterrupt):
+            run_watch(
+                lambda: metadata.from_sources(images, columns, allow_missing=True)[0],
+                gallery,
+                model,
+                index,
+                device,
+                folders if sync else None,
+                interval=interval,
+                report=echo,
+                batch_size=batch_size,
+                progress=ignore,
+            )
+        echo("stopped")
+        return
     with processes(device, float64=False) as world:
         device = str(world.device) if world.size > 1 else device
         if not world.is_main:
@@ -57,22 +97,23 @@ def index(
                 table, notes = metadata.from_sources(
                     images, columns, allow_missing=bad_images == "skip", progress=progress
                 )
-            exists = is_gallery(gallery)
+            exists = is_gallery(gallery) and not sync
             with progress_bar("indexing") as progress, skip_hint():
-                opened, added = index_table(
+                opened, changes = index_table(
                     table,
                     gallery,
                     model,
                     index,
                     device,
+                    folders if sync else None,
                     batch_size=batch_size,
                     bad_images=bad_images,
                     progress=progress,
                     report=notes.append,
                 )
     missing, changed = set[str](), set[str]()
-    for folder in map(os.path.expanduser, images):
-        if exists and os.path.isdir(folder) and not is_milvus(gallery):
+    for folder in folders:
+        if exists and not is_milvus(gallery):
             absent, newer = opened.check_files(folder)
             missing.update(absent)
             changed.update(newer)
@@ -80,9 +121,9 @@ def index(
     document = {
         "gallery": gallery,
         "images": len(opened),
-        "added": added,
+        **changes._asdict(),
         "missing": len(missing),
-        "changed": len(changed),
+        "changed": changes.changed if sync else len(changed),
         "dim": opened.dim,
         "index": opened.index,
         "skipped": skipped,
@@ -92,15 +133,14 @@ def index(
         outdated = join_first(map(relative_path, [*sorted(missing), *sorted(changed)]))
         notes.append(
             f"{len(missing)} missing and {len(changed)} changed files since indexing: "
-            f"{outdated}. To update the gallery, in Python: "
-            "missing, changed = gallery.check_files(FOLDER); gallery.add(changed, replace=True); "
-            'gallery.remove(gallery.ids({"path": missing}))'
+            f"{outdated}. Update the gallery with --sync."
         )
+    summary = str(changes) if sync else f"{format_int(changes.added)} new"
     lines = truncate_lines([f"skipped {one}" for one in skipped], "the JSON document (--json)")
     hint = "" if gallery == GALLERY else f" --gallery {shlex.quote(gallery)}"
     if is_milvus(gallery):  # which stores no embedder
         hint += f" --model {shlex.quote(str(model or 'MODEL'))}"
-    lines.append(f"{gallery}: {format_int(len(opened))} images, {format_int(added)} new")
+    lines.append(f"{gallery}: {format_int(len(opened))} images, {summary}")
     lines += ["", "Next:", f"  proximetry search QUERY.jpg{hint}"]
     if not is_milvus(gallery):
         lines.append(

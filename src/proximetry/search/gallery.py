@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 
@@ -30,18 +31,19 @@ from proximetry.search.effort import Effort, measure_recall
 from proximetry.search.exact import FloatArray, Hits, as_similarities
 from proximetry.search.manifest import (
     EMBEDDER,
+    GRACE,
     STAGING,
     Manifest,
     Report,
     check_new_folder,
+    commit,
     ignore,
     is_milvus,
-    read_manifest,
     remove_stale_files,
-    retire,
     write_lock,
     write_manifest,
 )
+from proximetry.search.merge import merge_galleries
 from proximetry.search.new_images import (
     BadImages,
     Images,
@@ -61,9 +63,12 @@ from proximetry.search.queries import (
     merge_queries,
     rerank_hits,
 )
+from proximetry.search.relocation import remap_paths
 from proximetry.search.search_result import SearchResult
 from proximetry.search.segment import check_segment
 from proximetry.search.snapshot import Snapshot, merge_small_segments
+from proximetry.search.sync import Changes, sync_images
+from proximetry.search.versions import Version, find_version, list_versions, prune_versions
 
 if TYPE_CHECKING:
     from proximetry.search.milvus import Collection
@@ -168,11 +173,13 @@ class Gallery:
             segment = new_images.write(folder, manifest)
             prefix = "auto → " if index == "auto" else ""
             new_images.report(indexes.describe(segment.index, segment.rows, segment.recall, prefix))
-            manifest = dataclasses.replace(manifest, next_id=segment.rows, segments=(segment,))
+            manifest = dataclasses.replace(
+                manifest, next_id=segment.rows, segments=(segment,), created=time.time()
+            )
             write_manifest(folder, manifest)
             # No other process has staged vectors before the manifest exists.
             shutil.rmtree(folder / STAGING, ignore_errors=True)
-            remove_stale_files(folder, manifest)
+            remove_stale_files(folder, manifest, GRACE)
             built = cls(folder, str(folder), Snapshot(folder, manifest))
             built._embedder, built.skipped = embedder, new_images.skipped
             return built
@@ -200,6 +207,31 @@ class Gallery:
             opened._check_embedder(embedder, "the embedder")
             opened._embedder = embedder
         return opened
+
+    @classmethod
+    def merge(
+        cls,
+        galleries: Sequence[Gallery | str | os.PathLike[str]],
+        path: str | os.PathLike[str],
+        index: str | None = None,
+        *,
+        progress: Progress | None = None,
+        report: Report | None = None,
+    ) -> Gallery:
+        """Merge galleries of one embedder into a new one, in a new or empty folder.
+
+        Images get new ids. Of an image in several galleries, the first is kept.
+
+        Args:
+            galleries: galleries or their folders.
+            path: the new folder.
+            index: as in `build`; by default that of the galleries if it is the same, else "auto".
+            progress: called with (done, total) while the index is built.
+            report: called with messages, such as the index.
+        """
+        opened = [one if isinstance(one, Gallery) else cls.open(one) for one in galleries]
+        merge_galleries(opened, path, index, progress or ignore, report or ignore)
+        return cls.open(path)
 
     @property
     def version(self) -> str:
@@ -312,6 +344,13 @@ class Gallery:
             raise UsageError(f"no image of the gallery {self.name} has the id {missing}")
         return positions
 
+    def _check_local(self, method: str) -> Snapshot:
+        """Return the snapshot of a gallery in a folder; raise UsageError for one on Milvus."""
+        snapshot, _ = self._snapshot, self._snapshot.manifest  # raises if the gallery is closed
+        if not isinstance(snapshot, Snapshot):
+            raise UsageError(f"{method} is not supported on Milvus: {self.name}")
+        return snapshot
+
     def count_labels(self) -> dict[str, int]:
         """Return the number of images of each class; for galleries in folders."""
         assert isinstance(self._snapshot, Snapshot)
@@ -335,19 +374,53 @@ class Gallery:
             The paths of missing files, and of files whose size or modification time has changed
             since they were embedded.
         """
-        snapshot = self._snapshot
-        if not isinstance(snapshot, Snapshot):
-            raise UsageError(f"check_files is not supported on Milvus: {self.name}")
+        snapshot = self._check_local("check_files")
         missing: list[str] = []
         changed: list[str] = []
-        root = os.path.dirname(metadata.absolute(os.path.join(folder, "image")))
-        for path, size, modified in snapshot.stamps_below(root):
-            stamp = stamp_of(path)
+        for file in snapshot.files(snapshot.positions_below(folder)):
+            stamp = stamp_of(file.path)
             if stamp is None:
-                missing.append(path)
-            elif size is not None and (size, modified) != (stamp.size, stamp.modified):
-                changed.append(path)
+                missing.append(file.path)
+            elif file.is_changed(stamp):
+                changed.append(file.path)
         return missing, changed
+
+    def sync(
+        self, images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], **options: Any
+    ) -> Changes:
+        """Update the gallery to the files of folders, in one atomic change.
+
+        Adds new files, embeds changed ones again, and removes images below the folders whose files
+        are missing. Moved files, which have the same content as a missing one, keep their vectors
+        and metadata. All of these get new ids. Galleries on Milvus do not support this.
+
+        Args:
+            images: folders; or image files and tables, whose missing images are not removed.
+            **options: `bad_images`, `batch_size`, `progress` and `report` as in `build`.
+        """
+        sources = [images] if isinstance(images, str | os.PathLike) else images
+        missing = options.get("bad_images") == "skip"
+        table, _ = metadata.from_sources(sources, allow_missing=missing)
+        return sync_images(self, table, [*filter(os.path.isdir, sources)], **options)
+
+    def remap_paths(
+        self, new: str | os.PathLike[str], old: str | os.PathLike[str] | None = None
+    ) -> int:
+        """Replace the start of paths after images were moved; return the number of images.
+
+        Ids do not change. Galleries on Milvus do not support this.
+
+        Args:
+            new: the folder of the images now.
+            old: the folder before; by default the common folder of all images.
+        """
+        self._check_local("remap_paths")
+        with write_lock(self.path, ignore):
+            snapshot = self._open_for_writing()
+            former = None if old is None else os.fspath(old)
+            manifest, count = remap_paths(snapshot, former, os.path.abspath(new))
+            self._commit(manifest)
+            return count
 
     def add(
         self,
@@ -421,7 +494,9 @@ class Gallery:
             manifest = snapshot.manifest
             if not replace:
                 self._check_new(snapshot, new_images.table)
-            elif old := snapshot.find_paths(new_images.table):
+            old = snapshot.find_paths(new_images.table)
+            old |= snapshot.find_paths(metadata.from_columns({"path": new_images.replaced}))
+            if old:
                 manifest = snapshot.mark_deleted(snapshot.ids(np.array(sorted(old.values()))))
             segment = new_images.write(self.path, manifest)
             first, end = manifest.next_id, manifest.next_id + segment.rows
@@ -466,10 +541,38 @@ class Gallery:
 
     def _commit(self, manifest: Manifest) -> None:
         """Commit a change; requires the lock."""
-        manifest = retire(read_manifest(self.path), manifest)
-        write_manifest(self.path, manifest)
-        self._snapshot = Snapshot(self.path, manifest)
-        remove_stale_files(self.path, manifest)
+        self._snapshot = Snapshot(self.path, commit(self.path, manifest))
+
+    def versions(self) -> list[Version]:
+        """Return the current version, last, and those replaced within a day."""
+        self._check_local("versions")
+        return list_versions(self.path)
+
+    def rollback(self, number: int | None = None) -> None:
+        """Return to an earlier version of `versions`, by default the one before the current one.
+
+        The result is a new version, so a rollback can be undone.
+        """
+        self._check_local("rollback")
+        with write_lock(self.path, ignore):
+            self._commit(find_version(self.path, number))
+
+    def prune(self, keep: float = 0.0) -> None:
+        """Remove versions that were replaced at least `keep` seconds ago, to free disk space."""
+        self._check_local("prune")
+        with write_lock(self.path, ignore):
+            prune_versions(self.path, keep)
+
+    def close(self) -> None:
+        """Close all files; the gallery cannot be used afterwards."""
+        closed: Any = _Closed(self.name)
+        self._snapshot, self._embedder = closed, None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def verify(self, progress: Progress | None = None) -> None:
         """Verify the checksums of all files of the current version; raise ValueError if damaged."""
@@ -612,11 +715,9 @@ class Gallery:
         for name, value in (("sample", sample), ("k", k)):
             if not is_integer(value):
                 raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
-        if not isinstance(self._snapshot, Snapshot):
-            raise UsageError(f"recall is not supported on Milvus: {self.name}")
-        effort = Effort(nprobe, ef, refine)
+        snapshot, effort = self._check_local("recall"), Effort(nprobe, ef, refine)
         effort.check(self._indexes())
-        return measure_recall(self._snapshot, int(sample), int(k), effort)
+        return measure_recall(snapshot, int(sample), int(k), effort)
 
     def predict(self, queries: Queries, k: int = 10, **options: Any) -> list[Prediction]:
         """Predict the class of every query by a majority vote of its k nearest images.
@@ -659,6 +760,19 @@ class Gallery:
         stored = isinstance(snapshot, Snapshot) or self._embedder is not None
         load_embedder = (lambda: self.embedder) if stored else None
         return find_duplicates(snapshot, load_embedder, threshold, progress or ignore)
+
+
+class _Closed:
+    """In place of the snapshot of a closed gallery."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise UsageError(f"the gallery {self._name} is closed. Open it again.")
+
+    def __len__(self) -> int:
+        return int(self.__getattr__("__len__"))
 
 
 def _with_stored_columns(snapshot: AnySnapshot, table: Any) -> Any:

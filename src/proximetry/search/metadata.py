@@ -26,7 +26,9 @@ from proximetry.search.conditions import Condition, Where, parse_where
 from proximetry.search.manifest import DamagedGalleryError
 
 STAMP = ("_size", "_modified")  # hidden columns: size and mtime of each file when it was embedded
-_RESERVED = ("id", "similarity", "score", *STAMP)  # names that results and galleries use
+DIGEST = "_digest"  # of its content, for files that are moved
+HIDDEN = (*STAMP, DIGEST)
+_RESERVED = ("id", "similarity", "score", *HIDDEN)  # names that results and galleries use
 
 Mask = npt.NDArray[np.bool_]
 _COMPARE = {"<": "less", "<=": "less_equal", ">": "greater", ">=": "greater_equal"}
@@ -133,12 +135,13 @@ def _array(values: Sequence[Any], is_text: bool) -> Any:
     return pa.array(values)
 
 
-def with_stamps(table: Any, stamps: Sequence[Any]) -> Any:
-    """Add size and mtime of each file, from `new_images.Stamp`, null if unknown."""
+def with_files(table: Any, stamps: Sequence[Any], digests: Sequence[str | None]) -> Any:
+    """Add size, mtime and digest of each file (`new_images.Stamp`), null if unknown."""
+    pa = arrow()
     for name in STAMP:
         column = [stamp and getattr(stamp, name[1:]) for stamp in stamps]
-        table = table.append_column(name, arrow().array(column, arrow().int64()))
-    return table
+        table = table.append_column(name, pa.array(column, pa.int64()))
+    return table.append_column(DIGEST, _array(digests, is_text=True))
 
 
 def encode(text: str) -> bytes:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from proximetry.search.segment import (
     write_segment,
 )
 
+if TYPE_CHECKING:
+    from proximetry.search.new_images import Stamp
+
 MAX_SCAN_ENTRIES = 1 << 24
 """Maximum rows × dimensions for scanning the rows that a filter allows: 10 ms per query."""
 SCAN_FACTOR = 64
@@ -37,6 +40,20 @@ MAX_MERGED_ROWS = 65_536  # of small segments: written in a second
 _DEFAULT = Effort()
 _MIN_FILTERED_K = 10  # of a search in an index, to estimate the allowed share near a query
 _MAX_GATHERED = 0.5  # share of a segment up to which allowed rows are gathered, else masked
+
+
+class StoredFile(NamedTuple):
+    """The file of an image when it was embedded; unknown values are None."""
+
+    position: int
+    path: str
+    size: int | None
+    modified: int | None
+    digest: str | None
+
+    def is_changed(self, stamp: Stamp) -> bool:
+        """Return whether size or modification time differ."""
+        return self.size is not None and (self.size, self.modified) != stamp[:2]
 
 
 class Snapshot:
@@ -162,7 +179,7 @@ class Snapshot:
     @cached_property
     def columns(self) -> list[str]:
         """The names of all columns."""
-        return [name for name in self.table.column_names if name not in metadata.STAMP]
+        return [name for name in self.table.column_names if name not in metadata.HIDDEN]
 
     def count_labels(self) -> dict[str, int]:
         """Return the number of images of each class."""
@@ -180,12 +197,17 @@ class Snapshot:
         counts = np.array([*self.count_labels().values()], np.float64)
         return float(np.square(counts / counts.sum()).sum()) if len(counts) > 1 else 0.0
 
-    def stamps_below(self, folder: str) -> Iterator[tuple[str, int | None, int | None]]:
-        """Yield path, size and mtime of the images below a folder when they were embedded."""
-        prefix = metadata.encode(os.path.join(folder, ""))
+    def positions_below(self, folder: str | os.PathLike[str]) -> IntArray:
+        """Return the positions of the images below a folder."""
+        root = os.path.dirname(metadata.absolute(os.path.join(folder, "image")))
+        prefix = metadata.encode(os.path.join(root, ""))
         mask = metadata.arrow("pyarrow.compute").starts_with(self.table["path"], prefix)
-        positions = np.flatnonzero(np.asarray(mask) & self.alive)
-        return zip(*self.take(positions, ["path", *metadata.STAMP]).values(), strict=True)
+        return np.flatnonzero(np.asarray(mask) & self.alive)
+
+    def files(self, positions: IntArray) -> Iterator[StoredFile]:
+        """Yield the files at positions, as they were when they were embedded."""
+        columns = self.take(positions, ["path", *metadata.STAMP, metadata.DIGEST]).values()
+        return map(StoredFile, positions.tolist(), *columns)
 
     def search(self, queries: FloatArray, k: int, allowed: Any, effort: Effort = _DEFAULT) -> Hits:
         """Return the k nearest of the allowed rows, by an index or an exact scan."""
