@@ -38,7 +38,7 @@ def test_upload_search_equals_gallery_search(client, shared):
     np.testing.assert_allclose(near, expected.similarities[0], atol=1e-6)
     assert [one["label"] for one in results(answer)] == expected.labels[0].tolist()
     assert answer.json()["images"] == TOTAL
-    assert answer.json()["query"] is None
+    assert answer.json()["queries"] == [None]
     assert answer.json()["prediction"] == expected.predictions[0]._asdict()
     assert "model;dur=" in answer.headers["server-timing"]
 
@@ -125,7 +125,7 @@ def test_search_by_id_excludes_the_query(client, shared):
     answer = client.post("/search", data={"id": 7, "k": 5})
     expected = shared.search(shared.vectors([7]), 6)
     assert [7, *(one["id"] for one in results(answer))] == expected.ids[0].tolist()
-    assert answer.json()["query"]["id"] == 7
+    assert answer.json()["queries"][0]["id"] == 7
     assert len(results(client.post("/search", data={"id": 7, "k": 1000}))) == TOTAL - 1
 
 
