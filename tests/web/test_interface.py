@@ -217,6 +217,13 @@ def test_etag_depends_on_the_file(tmp_path, size):
             assert ask(client, changed.headers["etag"]).status_code == 410
 
 
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def wait_for_map(client):
     for _ in range(6000):  # computed with low priority, while other tests run
         answer = client.get("/map")
@@ -329,6 +336,7 @@ def test_rebuilt_gallery_has_its_embedder_and_no_old_map(
         editable_client.post("/search", data={"id": 5})
     )  # the last version is still served
     other = Gallery.build(make_embedder(seed=seed), images, editable.path)
+    wait_until(lambda: editable_client.get("/gallery").json()["images"] == len(images))
     answer = editable_client.post("/search", files={"image": ("x.png", png())}, data={"k": 3})
     expected = other.search([open_image(png())], 3)
     assert [one["id"] for one in results(answer)] == expected.ids[0].tolist()
@@ -365,7 +373,10 @@ def test_gallery_is_described(client):
     assert about["class_count"] == CLASSES
     assert {one["images"] for one in about["classes"]} == {EACH}
     assert about["metrics"]["test"] == {"recall@1": 0.875}
-    assert about["columns"] == ["label", "split"]
+    columns = {column["name"]: column for column in about["columns"]}
+    assert [*columns] == ["label", "split", "year"]
+    assert (columns["year"]["minimum"], columns["year"]["maximum"]) == (2000, 2009)
+    assert columns["label"]["values"] == [f"class{number:02d}" for number in range(CLASSES)]
     assert set(about["suggested"]) <= set(range(TOTAL))
 
 
@@ -407,7 +418,7 @@ def test_euclidean_threshold(tmp_path):
 def test_openapi(client):
     document = client.get("/openapi.json").json()
     paths = {"/search", "/explain", "/items/{item}", "/items/{item}/image"}
-    paths |= {"/map", "/gallery", "/healthz"}
+    paths |= {"/items", "/metrics", "/map", "/gallery", "/healthz"}
     assert set(document["paths"]) == paths
     form = document["paths"]["/search"]["post"]["requestBody"]["content"]
     assert "multipart/form-data" in form

@@ -17,7 +17,7 @@ import torch
 from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, Field, ValidationError
 from starlette.datastructures import FormData, UploadFile
@@ -38,6 +38,7 @@ from proximetry.search.duplicates import ROUNDING
 from proximetry.search.prediction import vote
 from proximetry.web.gallery_map import MAX_POINTS, MapError, MapMaker
 from proximetry.web.live_gallery import SIZES, LiveGallery, to_json_value
+from proximetry.web.metrics import Metrics
 from proximetry.web.middleware import MAX_BYTES, error_response
 from proximetry.web.searcher import MAX_PIXELS, Box, QueryImage, Searcher, read_query
 
@@ -387,7 +388,7 @@ def make_app(path: Path, *, full_paths: bool = False, wait: bool = True) -> Fast
         dependencies=[Depends(check_loaded)],
         responses=_COMMON,
     )
-    app.state.service = service
+    app.state.service, app.state.metrics = service, Metrics()
     _handle_errors(app)
     _add_search(app, service)
     _add_items(app, service)
@@ -410,7 +411,7 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:])
+        where = ".".join(part for part in first["loc"][1:] if isinstance(part, str))
         value = "" if first["type"] == "missing" else f", got {format_value(first['input'])}"
         message = first["msg"][:1].lower() + first["msg"][1:]
         return error_response(422, f"{where}: {message}{value}")
@@ -617,6 +618,12 @@ def _add_gallery(app: FastAPI, service: Service) -> None:
     @app.get("/gallery", summary="Describe the gallery")
     async def get_gallery() -> GalleryInfo:
         return await service.run(service.describe)
+
+    @app.get("/metrics", summary="Metrics, for Prometheus", response_class=PlainTextResponse)
+    async def get_metrics() -> PlainTextResponse:
+        images = len(await service.run(service.gallery.current))
+        text = app.state.metrics.render(images, service.gallery.reloads)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     @app.get("/healthz", summary="Health check")
     async def health() -> dict[str, str]:

@@ -20,6 +20,7 @@ from fastapi import HTTPException
 from proximetry._util.errors import UsageError
 from proximetry.data.folders import file_state, split_shard_path
 from proximetry.data.images import thumbnail
+from proximetry.models.preprocessing import Preprocessing
 from proximetry.search import Gallery
 from proximetry.search.manifest import EMBEDDER, MANIFEST, read_manifest
 
@@ -54,6 +55,7 @@ class Summary(NamedTuple):
     classes: dict[str, int]  # by name, the number of images; most frequent first
     suggested: list[int]  # ids for the start page
     columns: list[Column]
+    has_images: bool  # else the items are vectors of texts or other data
 
 
 class LiveGallery:
@@ -170,7 +172,7 @@ class LiveGallery:
                     "id": int(item),
                     "label": to_json_value(columns["label"][row]),
                     "file": to_json_value(file),
-                    "image": f"items/{int(item)}/image" if path else None,
+                    "image": f"items/{int(item)}/image" if path and summary.has_images else None,
                     "details": {name: to_json_value(columns[name][row]) for name in others},
                 }
             )
@@ -237,7 +239,12 @@ def _summarize(gallery: Gallery) -> Summary:
         {to_json_value(name): count for name, count in classes},
         generator.permutation(sample)[:_SUGGESTIONS].tolist(),
         [_describe_column(gallery, name) for name in gallery.columns if name != "path"],
+        isinstance(gallery.embedder.preprocessing, Preprocessing) or any(map(_is_file, paths)),
     )
+
+
+def _is_file(path: str | None) -> bool:
+    return path is not None and os.path.isfile(split_shard_path(path)[0])
 
 
 def _describe_column(gallery: Gallery, name: str) -> Column:
