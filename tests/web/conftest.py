@@ -4,7 +4,9 @@ import io
 import re
 import struct
 import zlib
+from dataclasses import replace
 
+import httpx
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
@@ -30,9 +32,12 @@ sys.exit(main(["serve", *sys.argv[1:]]))
 
 def make_gallery(root, name="gallery"):
     images = make_images(root / "images", classes=CLASSES, each=EACH)
+    catalog = Catalog.from_folder(images)
+    years = [2000 + row % 10 for row in range(len(catalog))]
+    catalog = replace(catalog, columns={"year": years})
     embedder = make_embedder()
     embedder.metrics = {"protocol": "held_out", "epoch": 3, "test": {"recall@1": 0.875}}
-    return Gallery.build(embedder, Catalog.from_folder(images), root / name)
+    return Gallery.build(embedder, catalog, root / name)
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +127,10 @@ def bomb(width=60_000, height=60_000):
 
 
 def start(server, log, *words, **environment):
-    """Start a server in its own process; return both process and address."""
+    """Start a server in its own process; return both process and address once it is ready."""
     process = Process(server, log, SERVE, *words, "--port", 0, **environment)
     process.until(lambda: log.exists() and "Ctrl-C" in process.output())
-    return process, re.search(r"http://\S+", process.output())[0]
+    url = re.search(r"http://\S+", process.output())[0]
+    health = re.sub(r"//[^/:]+:", "//127.0.0.1:", url.partition("?")[0]) + "healthz"
+    process.until(lambda: httpx.get(health).status_code == 200)
+    return process, url

@@ -38,7 +38,7 @@ def test_upload_search_equals_gallery_search(client, shared):
     np.testing.assert_allclose(near, expected.similarities[0], atol=1e-6)
     assert [one["label"] for one in results(answer)] == expected.labels[0].tolist()
     assert answer.json()["images"] == TOTAL
-    assert answer.json()["query"] is None
+    assert answer.json()["queries"] == [None]
     assert answer.json()["prediction"] == expected.predictions[0]._asdict()
     assert "model;dur=" in answer.headers["server-timing"]
 
@@ -125,7 +125,7 @@ def test_search_by_id_excludes_the_query(client, shared):
     answer = client.post("/search", data={"id": 7, "k": 5})
     expected = shared.search(shared.vectors([7]), 6)
     assert [7, *(one["id"] for one in results(answer))] == expected.ids[0].tolist()
-    assert answer.json()["query"]["id"] == 7
+    assert answer.json()["queries"][0]["id"] == 7
     assert len(results(client.post("/search", data={"id": 7, "k": 1000}))) == TOTAL - 1
 
 
@@ -215,6 +215,13 @@ def test_etag_depends_on_the_file(tmp_path, size):
             assert changed.status_code == 200
             file.unlink()
             assert ask(client, changed.headers["etag"]).status_code == 410
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def wait_for_map(client):
@@ -329,6 +336,7 @@ def test_rebuilt_gallery_has_its_embedder_and_no_old_map(
         editable_client.post("/search", data={"id": 5})
     )  # the last version is still served
     other = Gallery.build(make_embedder(seed=seed), images, editable.path)
+    wait_until(lambda: editable_client.get("/gallery").json()["images"] == len(images))
     answer = editable_client.post("/search", files={"image": ("x.png", png())}, data={"k": 3})
     expected = other.search([open_image(png())], 3)
     assert [one["id"] for one in results(answer)] == expected.ids[0].tolist()
@@ -365,7 +373,10 @@ def test_gallery_is_described(client):
     assert about["class_count"] == CLASSES
     assert {one["images"] for one in about["classes"]} == {EACH}
     assert about["metrics"]["test"] == {"recall@1": 0.875}
-    assert about["columns"] == ["label", "split"]
+    columns = {column["name"]: column for column in about["columns"]}
+    assert [*columns] == ["label", "split", "year"]
+    assert (columns["year"]["minimum"], columns["year"]["maximum"]) == (2000, 2009)
+    assert columns["label"]["values"] == [f"class{number:02d}" for number in range(CLASSES)]
     assert set(about["suggested"]) <= set(range(TOTAL))
 
 
@@ -407,7 +418,7 @@ def test_euclidean_threshold(tmp_path):
 def test_openapi(client):
     document = client.get("/openapi.json").json()
     paths = {"/search", "/explain", "/items/{item}", "/items/{item}/image"}
-    paths |= {"/map", "/gallery", "/healthz"}
+    paths |= {"/items", "/metrics", "/map", "/gallery", "/healthz"}
     assert set(document["paths"]) == paths
     form = document["paths"]["/search"]["post"]["requestBody"]["content"]
     assert "multipart/form-data" in form

@@ -19,6 +19,9 @@ def serve(
     host: str = "127.0.0.1",
     port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8000,
     token: str | None = None,
+    root_path: str = "",
+    rate_limit: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
+    access_log: str | None = None,
 ) -> None:
     """Serve a web page with image search and a map for a gallery or your images.
 
@@ -29,8 +32,12 @@ def serve(
         model: embedder of the images, as for `proximetry index`.
         host: name or address to listen on; the default is reachable only from this machine.
         port: port to listen on; 0 chooses a free one.
-        token: access token of page and API; required unless the host is a loopback address;
-            default: the environment variable PROXIMETRY_TOKEN.
+        token: access token of page and API, or several separated by commas; required unless the
+            host is a loopback address; default: the environment variable PROXIMETRY_TOKEN.
+        root_path: path of the page on a reverse proxy, such as /birds.
+        rate_limit: searches per minute of each token, or of each client if there is no token;
+            0: no limit.
+        access_log: file for one line of JSON per request; - is the standard output.
     """
     if source is not None and _holds_images(Path(source).expanduser()):
         from proximetry.search import index
@@ -40,7 +47,16 @@ def serve(
         source = None
     from proximetry.web import serve as run
 
-    run(source or gallery, host, port, token, report=echo)
+    run(
+        source or gallery,
+        host,
+        port,
+        token,
+        root_path=root_path,
+        rate_limit=rate_limit,
+        access_log=access_log,
+        report=echo,
+    )
 
 
 def _holds_images(path: Path) -> bool:
