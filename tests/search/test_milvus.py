@@ -411,3 +411,28 @@ def test_missing_pymilvus_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "pymilvus", None)
     with pytest.raises(ModuleNotFoundError, match="extra 'milvus'"):
         Gallery.open("milvus://localhost/birds")
+
+
+def test_page_serves_milvus(embedder, images, address, monkeypatch):
+    testclient = pytest.importorskip("fastapi.testclient")
+    from proximetry.web.app import make_app
+    from proximetry.web.gallery_map import MapMaker
+
+    monkeypatch.setattr(MapMaker, "_start", lambda self, gallery: None)
+    gallery = Gallery.build(embedder, Catalog.from_folder(images), address)
+    with testclient.TestClient(make_app(gallery)) as client:
+        info = client.get("/gallery").json()
+        assert (info["images"], info["class_count"]) == (48, 12)
+        first, second = info["suggested"][:2]
+        assert int(first) > 2**53
+        assert isinstance(first, str)  # too large for numbers of JavaScript
+        item = client.get(f"/items/{first}").json()
+        assert item["id"] == first
+        assert client.get(item["image"]).status_code == 200
+        assert len(client.get(f"/items?ids={first},{second},7").json()) == 2
+        where = f"label={item['label']}"
+        found = client.post("/search", data={"id": first, "k": 3, "where": where}).json()
+        assert {one["label"] for one in found["results"]} == {item["label"]}
+        assert first not in [one["id"] for one in found["results"]]
+        assert client.post("/search", data={"id": "7"}).status_code == 404
+    assert address.rpartition("/")[2] == info["name"]

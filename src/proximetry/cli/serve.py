@@ -1,7 +1,7 @@
 """`proximetry serve`: a web page and an HTTP API for a gallery or a folder of images."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -26,10 +26,10 @@ def serve(
     """Serve a web page with image search and a map for a gallery or your images.
 
     Args:
-        source: folder of a gallery (default: --gallery), or images to index first, as for
-            `proximetry index`.
+        source: folder of a gallery or its address on Milvus (default: --gallery), or images to
+            index first, as for `proximetry index`.
         gallery: folder of the gallery; new images are added to it.
-        model: embedder of the images, as for `proximetry index`.
+        model: embedder of the images, as for `proximetry index`; required on Milvus.
         host: name or address to listen on; the default is reachable only from this machine.
         port: port to listen on; 0 chooses a free one.
         token: access token of page and API, or several separated by commas; required unless the
@@ -45,10 +45,16 @@ def serve(
         with progress_bar("indexing") as progress:
             index(source, gallery, model, progress=progress, report=echo)
         source = None
+    from proximetry.search.manifest import is_milvus
     from proximetry.web import serve as run
 
+    served: Any = source or gallery
+    if is_milvus(served) and model is not None:
+        from proximetry.cli.inputs import open_gallery
+
+        served = open_gallery(served, model)
     run(
-        source or gallery,
+        served,
         host,
         port,
         token,

@@ -28,7 +28,7 @@ from proximetry.search import indexes, metadata
 from proximetry.search.conditions import Where
 from proximetry.search.duplicates import Duplicates, find_duplicates
 from proximetry.search.effort import Effort, measure_recall
-from proximetry.search.exact import FloatArray, Hits, as_similarities
+from proximetry.search.exact import FloatArray, Hits, Mask, as_similarities
 from proximetry.search.manifest import (
     EMBEDDER,
     GRACE,
@@ -309,6 +309,10 @@ class Gallery:
         """Return the ids of all images, or of those that match `where`, in ascending order."""
         snapshot = self._snapshot
         return snapshot.ids(snapshot.allowed_positions(snapshot.select(where or {})))
+
+    def exists(self, ids: Sequence[int] | IntArray) -> Mask:
+        """Return whether each id is in the gallery."""
+        return np.asarray(self._snapshot.positions(np.asarray(ids, np.int64)) >= 0)
 
     def sample_ids(self, count: int) -> IntArray:
         """Return the ids of up to `count` random images, in ascending order."""
@@ -735,7 +739,7 @@ class Gallery:
         """Serve the search page of the gallery until Ctrl-C; see `proximetry.web.serve`."""
         import proximetry  # web is a higher package, used by this method only
 
-        proximetry.web.serve(self.name, host, port, token)
+        proximetry.web.serve(self if is_milvus(self.name) else self.path, host, port, token)
 
     def duplicates(
         self, threshold: float | None = None, *, progress: Progress | None = None

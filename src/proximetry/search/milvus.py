@@ -635,15 +635,10 @@ class MilvusGallery(Gallery):
         super().__init__(collection.address.folder, str(collection.address), collection)
         self._opened = time.time_ns()
 
-    def __enter__(self) -> MilvusGallery:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Disconnect from the server."""
+        """Disconnect from the server; the gallery cannot be used afterwards."""
         self._snapshot.client.close()
+        super().close()
 
     @property
     def version(self) -> str:

@@ -12,14 +12,13 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import numpy as np
 import torch
 from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, PlainSerializer, ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
@@ -47,6 +46,12 @@ Form = TypeVar("Form", bound=BaseModel)
 
 MAX_RESULTS, MAX_QUERIES, MAX_LISTED = 1000, 16, 500
 _MAX_ID = 2**63 - 1
+ImageId = Annotated[
+    int,
+    PlainSerializer(
+        lambda item: item if item < 2**53 else str(item), return_type=int | str, when_used="json"
+    ),
+]
 _MAX_CLASSES = 2000  # on the page
 _STATIC = Path(__file__).parent / "static"
 _DESCRIPTION = f"""Searches a gallery of images by their embeddings.
@@ -67,7 +72,7 @@ class ErrorResponse(BaseModel):
 class Item(BaseModel):
     """An image of the gallery."""
 
-    id: int = Field(description="Never reused.")
+    id: ImageId = Field(description="Never reused. As text from 2⁵³, as on Milvus.")
     label: Scalar = Field(description="The class, if any.")
     file: str = Field(description="Path relative to the common folder of all images, or in full.")
     image: str | None = Field(description="URL of the image, relative to the server, if any.")
@@ -171,7 +176,7 @@ class Map(BaseModel):
     seconds: float | None = Field(default=None, description="Computing time until now.")
     images: int = Field(description="Number of images in the gallery.")
     outdated: bool = Field(default=False, description="Whether a newer map is being computed.")
-    ids: list[int] = Field(
+    ids: list[ImageId] = Field(
         default=[], description=f"Up to {MAX_POINTS}; a larger gallery is sampled."
     )
     x: list[float] = []
@@ -209,7 +214,7 @@ class GalleryInfo(BaseModel):
     columns: list[ColumnInfo] = Field(description="Columns that `where` can filter by.")
     classes: list[ClassCount] = Field(description=f"Up to {_MAX_CLASSES}, most frequent first.")
     class_count: int
-    suggested: list[int] = Field(description="Ids of some images for the start page.")
+    suggested: list[ImageId] = Field(description="Ids of some images for the start page.")
     backbone: str
     image_size: list[int] = Field(description="Height and width; empty for vectors.")
     searches_images: bool = Field(description="Whether a query can be an uploaded image.")
@@ -240,8 +245,8 @@ _COMMON: dict[int | str, dict[str, Any]] = {
 class Service:
     """The gallery, searches and map of the application."""
 
-    def __init__(self, path: Path, full_paths: bool = False) -> None:
-        self.gallery = LiveGallery(path, full_paths, _warm_up)
+    def __init__(self, source: Path | Gallery, full_paths: bool = False) -> None:
+        self.gallery = LiveGallery(source, full_paths, _warm_up)
         self._pool = ThreadPoolExecutor(cores(), thread_name_prefix="images")
         self.searcher = Searcher(self.gallery, self._pool)
         self.maps = MapMaker()
@@ -293,7 +298,7 @@ class Service:
         takes_images = isinstance(embedder.preprocessing, Preprocessing)
         classes = [ClassCount(name=name, images=count) for name, count in summary.classes.items()]
         return GalleryInfo(
-            name=self.gallery.path.resolve().name,
+            name=self.gallery.name,
             version=gallery.version,
             images=len(gallery),
             dim=gallery.dim,
@@ -323,7 +328,7 @@ class Service:
             return 202, state.model_dump_json().encode()
         key = current.version, gallery.version
         if self._map is None or self._map[0] != key:
-            exists = np.isin(current.ids, gallery.ids())  # the map may be of an earlier version
+            exists = gallery.exists(current.ids)  # the map may be of an earlier version
             ids, points = current.ids[exists], current.points[exists].astype(float).round(4)
             number = {name: row for row, name in enumerate(summary.classes)}
             labels = gallery.rows(ids, ["label"])["label"]
@@ -356,15 +361,15 @@ def _is_explainable(embedder: Embedder) -> bool:
     return isinstance(embedder.preprocessing, Preprocessing) and is_explainable(embedder)
 
 
-def make_app(path: Path, *, full_paths: bool = False, wait: bool = True) -> FastAPI:
+def make_app(source: Path | Gallery, *, full_paths: bool = False, wait: bool = True) -> FastAPI:
     """Open a gallery and return its application, to be wrapped in an `AccessMiddleware`.
 
     Args:
-        path: the folder of the gallery.
+        source: the folder of the gallery, or an open gallery on Milvus.
         full_paths: show the full paths of images, not those relative to their common folder.
         wait: return after loading the embedder. Otherwise requests get 503 until it is loaded.
     """
-    service = Service(path, full_paths)
+    service = Service(source, full_paths)
     if wait:
         service.loading.result()
 

@@ -65,33 +65,43 @@ class LiveGallery:
     A gallery that was rebuilt is loaded in the background, and served once its embedder is ready.
 
     Args:
-        path: the folder.
+        source: the folder, or an open gallery on Milvus, whose searches see every change.
         full_paths: whether clients may see full paths; else those relative to the common folder.
         prepare: called with a rebuilt gallery before it is served.
     """
 
     def __init__(
         self,
-        path: Path,
+        source: Path | Gallery,
         full_paths: bool = False,
         prepare: Callable[[Gallery], None] = lambda gallery: None,
     ) -> None:
-        self.path, self.full_paths = path, full_paths
+        self._folder = source if isinstance(source, Path) else None
+        self._state: tuple[int, ...] = ()
+        if self._folder and (self._folder / MANIFEST).is_file():
+            self._state = file_state(self._folder / MANIFEST)
+        self._gallery = Gallery.open(source) if isinstance(source, Path) else source
+        self.path, self.full_paths = self._gallery.path, full_paths
         self.reloads = {"ok": 0, "failed": 0}
         self._prepare = prepare
         self._loading: Thread | None = None
         self._lock = Lock()
-        self._state = file_state(path / MANIFEST) if (path / MANIFEST).is_file() else ()
-        self._gallery = Gallery.open(path)
-        self._build_id = _build_id(path)
+        self._build_id = _build_id(self._folder) if self._folder else None
         self._checked = time.monotonic()
         self._summary_lock = Lock()
         self._summary: Summary | None = None
 
+    @property
+    def name(self) -> str:
+        """The name of the folder or collection."""
+        if self._folder:
+            return self._folder.resolve().name
+        return self._gallery.name.partition("?")[0].rpartition("/")[2]
+
     def current(self) -> Gallery:
         """Return the current version; may read files, so call it outside the event loop."""
         with self._lock:
-            if time.monotonic() - self._checked >= _CHECK_INTERVAL:
+            if self._folder and time.monotonic() - self._checked >= _CHECK_INTERVAL:
                 self._reload()
                 self._checked = time.monotonic()
             return self._gallery
@@ -147,7 +157,7 @@ class LiveGallery:
         """Return the metadata of images, without those that do not exist."""
         gallery = self.current()
         known = np.asarray(ids, np.int64)
-        known = known[np.isin(known, gallery.ids())]
+        known = known[gallery.exists(known)]
         return self.records(known.tolist(), gallery.rows(known, gallery.columns))
 
     def item(self, gallery: Gallery, item: int) -> dict[str, Any]:
@@ -229,7 +239,7 @@ _encode_cached = lru_cache(maxsize=_MAX_CACHED)(_encode)
 
 def _summarize(gallery: Gallery) -> Summary:
     generator = np.random.default_rng(0)
-    sample = np.sort(generator.permutation(gallery.ids())[:_SAMPLE_SIZE])
+    sample = gallery.sample_ids(_SAMPLE_SIZE)
     paths = gallery.rows(sample, ["path"])["path"]
     classes = Counter(gallery.count_labels()).most_common()
     folders = [os.path.dirname(split_shard_path(path)[0]) for path in paths if path]
@@ -248,9 +258,8 @@ def _is_file(path: str | None) -> bool:
 
 
 def _describe_column(gallery: Gallery, name: str) -> Column:
-    ids = gallery.ids()
-    step = max(1, len(ids) // _COLUMN_SAMPLE)
-    values = [value for value in gallery.rows(ids[::step], [name])[name] if value is not None]
+    ids = gallery.sample_ids(_COLUMN_SAMPLE)
+    values = [value for value in gallery.rows(ids, [name])[name] if value is not None]
     if values and all(isinstance(value, int | float) for value in values):
         finite = [value for value in values if math.isfinite(value)] or [0]
         return Column(name, "number", [], min(finite), max(finite))

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -26,6 +26,9 @@ from proximetry._util.imports import import_optional
 from proximetry.search.manifest import is_milvus, read_manifest
 from proximetry.web.middleware import AccessMiddleware, check_tokens
 from proximetry.web.middleware import access_log as requests
+
+if TYPE_CHECKING:
+    from proximetry.search import Gallery
 
 TOKEN = "PROXIMETRY_TOKEN"  # an environment variable, since `ps` shows options to other users
 SECONDS = 30.0  # to send the headers of a request, and to read a response
@@ -38,7 +41,7 @@ _SHUTDOWN_SECONDS = 5  # for requests that are being answered
 
 
 def serve(
-    gallery: str | os.PathLike[str],
+    gallery: "str | os.PathLike[str] | Gallery",
     host: str = "127.0.0.1",
     port: int = 8000,
     token: str | None = None,
@@ -53,7 +56,7 @@ def serve(
     Without a token, only this machine can reach the server, and the page shows full paths.
 
     Args:
-        gallery: folder of the gallery.
+        gallery: folder of the gallery, or an open one, such as one on Milvus.
         host: name or address to listen on; all but loopback addresses require a token.
         port: 0 chooses a free one.
         token: access token, or several separated by commas; default: $PROXIMETRY_TOKEN.
@@ -62,12 +65,7 @@ def serve(
         access_log: a file for one line of JSON per request; "-": standard output.
         report: called with messages.
     """
-    if is_milvus(gallery):
-        raise UsageError(
-            f"the search page does not support Milvus: {gallery}. Use proximetry search IMAGE "
-            f"--gallery {gallery} --model RUN."
-        )
-    read_manifest(Path(gallery))  # reports a missing gallery before torch is imported
+    source = _check(gallery) if isinstance(gallery, str | os.PathLike) else gallery
     for package in ("uvicorn", "python_multipart", "fastapi", "httptools"):
         import_optional(package, "web", "The search page")
     from PIL import Image
@@ -93,8 +91,8 @@ def serve(
             f"{TOKEN}, for example to {secrets.token_urlsafe(24)}"
         )
     with _listen(family, address, host) as listening:
-        app = make_app(Path(gallery), full_paths=token is None, wait=False)
-        loading = app.state.service.loading
+        app = make_app(source, full_paths=token is None, wait=False)
+        loading, opened = app.state.service.loading, app.state.service.gallery.current()
         port = listening.getsockname()[1]
         name = f"[{host}]" if ":" in host else host.lower()
         host_name = socket.gethostname() if ip.is_unspecified else name
@@ -104,8 +102,8 @@ def serve(
         elif token:
             url += "?token=TOKEN"
             note = "The token is printed on terminals only.\n"
-        images = pluralize(len(app.state.service.gallery.current()), "image")
-        report(f"{gallery}: {images}. Serving at\n\n  {url}\n\n{note}Press Ctrl-C to stop.")
+        images = pluralize(len(opened), "image")
+        report(f"{opened.name}: {images}. Serving at\n\n  {url}\n\n{note}Press Ctrl-C to stop.")
         # open_image limits sizes, and clients must not flood the log.
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
@@ -151,6 +149,14 @@ def _open_access_log(file: str) -> None:
     requests.handlers[:] = [handler]
     requests.setLevel(logging.INFO)
     requests.propagate = False
+
+
+def _check(gallery: str | os.PathLike[str]) -> Path:
+    """Return the folder of a gallery; raise if it cannot be served."""
+    if is_milvus(gallery):
+        raise UsageError(f"{gallery} stores no embedder. Pass the one that built it: --model RUN")
+    read_manifest(Path(gallery))  # reports a missing gallery before torch is imported
+    return Path(gallery)
 
 
 def _listen(family: socket.AddressFamily, address: Any, host: str) -> socket.socket:

@@ -5,6 +5,7 @@ import { $, announce, ask, button, copyText, download, make, nameOf, notify, plu
 import { findClass } from "./filters.js";
 import { addToQuery } from "./query.js";
 import { card, match } from "./results.js";
+import { asId } from "./state.js";
 
 export const selected = new Set(); // ids
 let marks = {}; // by file: {id, label, tags, action: "keep" | "relabel" | "drop", new}
@@ -34,7 +35,7 @@ function save() {
     notify("This browser does not store marks: export them before you close the page.");
   }
   for (const element of document.querySelectorAll("[data-marks]")) {
-    const item = known(Number(element.dataset.marks));
+    const item = known(asId(element.dataset.marks));
     if (item) element.replaceChildren(...describeMarks(item));
   }
   showCount();
@@ -68,7 +69,7 @@ export function checkbox(item) {
     const [from, to] = [boxes.indexOf(last), boxes.indexOf(input)].sort((a, b) => a - b);
     const range = event.shiftKey && from >= 0 ? boxes.slice(from, to + 1) : [input];
     last = input;
-    select(range.map((box) => Number(box.closest("li").dataset.id)), input.checked);
+    select(range.map((box) => asId(box.closest("li").dataset.id)), input.checked);
   });
   return entry;
 }
@@ -79,7 +80,7 @@ export function select(ids, add = true) {
     if (add) selected.add(id);
     else selected.delete(id);
   }
-  for (const box of document.querySelectorAll("li[data-id] .pick input")) box.checked = selected.has(Number(box.closest("li").dataset.id));
+  for (const box of document.querySelectorAll("li[data-id] .pick input")) box.checked = selected.has(asId(box.closest("li").dataset.id));
   $("selection-bar").hidden = !selected.size;
   document.body.classList.toggle("has-bar", selected.size > 0);
   $("selection-count").textContent = pluralize(selected.size, "image", "images") + " selected";

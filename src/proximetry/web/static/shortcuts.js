@@ -5,12 +5,12 @@ import { known } from "./api.js";
 import { changeClass, confirmClass, select, selected, tag } from "./marks.js";
 import { addToQuery } from "./query.js";
 import { explains } from "./results.js";
-import { VIEWS, go, searchFor } from "./state.js";
+import { VIEWS, asId, go, searchFor } from "./state.js";
 import { explain, openItem, step } from "./viewer.js";
 
 const focusedId = () => {
   const entry = document.activeElement?.closest?.("li[data-id]");
-  return entry ? Number(entry.dataset.id) : null;
+  return entry ? asId(entry.dataset.id) : null;
 };
 const single = () => openItem()?.id ?? focusedId();
 const several = () => (openItem() ? [openItem().id] : selected.size ? [...selected] : focusedId() === null ? [] : [focusedId()]);
@@ -24,7 +24,7 @@ const SHORTCUTS = {
   "+": ["add this image to the query", withSingle((id) => addToQuery([id]))],
   "w": ["why is it similar?", withSingle((id) => { if (explains(id)) explain(known(id)); })],
   "x": ["select", withSingle((id) => select([id], !selected.has(id)))],
-  "a": ["select all results", () => select([...document.querySelectorAll("section:not([hidden]) li[data-id]:not([hidden])")].map((entry) => Number(entry.dataset.id)))],
+  "a": ["select all results", () => select([...document.querySelectorAll("section:not([hidden]) li[data-id]:not([hidden])")].map((entry) => asId(entry.dataset.id)))],
   "t": ["tag", withSeveral(tag)],
   "c": ["confirm the class", withSeveral(confirmClass)],
   "r": ["change the class", withSeveral((ids) => changeClass(ids, ids.length === 1 ? (known(ids[0])?.label ?? "") : ""))],

@@ -5,9 +5,12 @@
 export const VIEWS = ["search", "map", "marked", "about"];
 export const DEFAULT_RESULTS = "48";
 
+/** Parse an id: ids on Milvus are too large for numbers. */
+export const asId = (text) => (Number.isSafeInteger(Number(text)) ? Number(text) : text);
+
 function parseQuery(text) {
   const [name, box] = text.split("@");
-  const query = name.startsWith("u") ? { upload: Number(name.slice(1)) } : { id: Number(name) };
+  const query = name.startsWith("u") ? { upload: Number(name.slice(1)) } : { id: asId(name) };
   const sides = box?.split("-").map(Number) ?? [];
   if (sides.length === 4 && sides.every(Number.isFinite)) query.box = sides;
   return query;
@@ -30,7 +33,7 @@ export function readState() {
     results: options.get("results") ?? DEFAULT_RESULTS,
     combine: options.get("combine") ?? "mean",
     minimum: options.get("minimum"),
-    image: options.has("image") ? Number(options.get("image")) : null,
+    image: options.has("image") ? asId(options.get("image")) : null,
   };
 }
 

@@ -5,7 +5,7 @@ import { $, copyText, largePicture, make, nameOf, percent, showError } from "./d
 import { changeClass, confirmClass, describeMarks, select, selected, tag } from "./marks.js";
 import { addToQuery, setQueries } from "./query.js";
 import { explains, match, measure, score } from "./results.js";
-import { readState, replace, searchFor } from "./state.js";
+import { asId, readState, replace, searchFor } from "./state.js";
 
 let shown = null; // the item
 let explained = null;
@@ -17,7 +17,7 @@ export const openItem = () => ($("viewer").open ? shown : null);
 function siblings() {
   const grids = document.querySelectorAll("section:not([hidden]) .grid");
   for (const grid of grids) {
-    const ids = [...grid.querySelectorAll("li[data-id]:not([hidden])")].map((entry) => Number(entry.dataset.id));
+    const ids = [...grid.querySelectorAll("li[data-id]:not([hidden])")].map((entry) => asId(entry.dataset.id));
     if (ids.includes(shown.id)) return ids;
   }
   return [shown.id];
