@@ -12,7 +12,7 @@ from proximetry import cli
 from proximetry._util.errors import UsageError
 from proximetry.data import Catalog
 from proximetry.metrics import retrieve
-from proximetry.search import Gallery, metadata, milvus, new_images
+from proximetry.search import Gallery, metadata, milvus, milvus_client, new_images
 from tests.search.conftest import make_embedder, make_table, make_vectors, names
 
 pytest.importorskip("milvus_lite")
@@ -234,11 +234,30 @@ def test_numeric_columns_and_missing_values(embedder, address):
             other.search(make_vectors(1), where=where)
 
 
+def assert_batches_cover_all_rows(gallery, monkeypatch):
+    """Assert that reading in small batches returns every row once."""
+    expected = gallery.ids()
+    with monkeypatch.context() as patch:
+        patch.setattr(milvus, "MAX_K", 97)
+        patch.setattr(gallery._snapshot, "_batch", 89)
+        assert np.array_equal(gallery.ids(), expected)
+        ids, vectors = map(np.concatenate, zip(*gallery._snapshot.blocks(), strict=True))
+        assert np.array_equal(np.sort(ids), expected)
+        assert np.array_equal(vectors, gallery.vectors(ids))
+
+
+def test_small_batches(embedder, address, monkeypatch):
+    built = Gallery.build(embedder, make_table(0, 300), address, vectors=make_vectors(300))
+    assert_batches_cover_all_rows(built, monkeypatch)
+
+
 def test_one_call_per_search(embedder, address, monkeypatch):
     built = Gallery.build(embedder, make_table(0, 30), address, vectors=make_vectors(30))
-    calls, call = [], milvus._Client.__getattr__
+    calls, call = [], milvus.MilvusClient.__getattr__
     monkeypatch.setattr(
-        milvus._Client, "__getattr__", lambda self, name: calls.append(name) or call(self, name)
+        milvus.MilvusClient,
+        "__getattr__",
+        lambda self, name: calls.append(name) or call(self, name),
     )
     result = built.search(make_vectors(5), 7, where={"label": "class1"})
     assert {*result.labels.ravel()} == {"class1"}
@@ -333,7 +352,7 @@ def test_invalid_address_is_rejected(address, token):
 
 
 def test_parse_addresses():
-    parse = milvus.Address.parse
+    parse = milvus_client.Address.parse
     assert parse("milvus://host/birds").uri == "http://host:19530"
     assert parse("milvuss://host:443/birds").uri == "https://host:443"
     assert parse("milvus:///data/x.db/birds").uri == parse("milvus:/data/x.db").uri == "/data/x.db"

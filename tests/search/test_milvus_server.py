@@ -13,7 +13,14 @@ from proximetry.search import Gallery, milvus
 from tests.processes import Process
 from tests.search.conftest import make_embedder, make_table, make_vectors, names
 from tests.search.milvus_server import MilvusServer, executable
-from tests.search.test_milvus import assert_same, both, by_path
+from tests.search.test_milvus import (
+    NUMBERS,
+    NUMERIC_WHERES,
+    assert_batches_cover_all_rows,
+    assert_same,
+    both,
+    by_path,
+)
 from tests.training.tiny import make_images
 
 pytest.importorskip("pymilvus")
@@ -71,6 +78,7 @@ def test_build_search_filter_and_change(address, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="no image has label 'class9'"):
         remote.search(queries, where={"label": "class9"})
     assert remote.duplicates(0.9).pairs.shape == local.duplicates(0.9).pairs.shape
+    assert_batches_cover_all_rows(remote, monkeypatch)
     new = remote.add(make_table(300, 5), vectors=make_vectors(5, seed=2))
     assert len(remote) == 305
     assert np.array_equal(remote.add(make_table(300, 5), vectors=make_vectors(5, seed=2)), new)
@@ -85,13 +93,12 @@ def test_build_search_filter_and_change(address, tmp_path, monkeypatch):
     assert "Milvus HNSW for 300 images" in lines[0]
     assert not Gallery.open(address).needs_compaction
     assert remote._snapshot.settings == {"M": 16, "efConstruction": 200}
+    assert_batches_cover_all_rows(remote, monkeypatch)
     assert_equal()  # now with an index, and an index of text
     remote.verify()
 
 
 def test_missing_and_numeric_values(address):
-    from tests.search.test_milvus import NUMBERS, NUMERIC_WHERES
-
     table = milvus.metadata.from_columns({"path": names(0, 5), **NUMBERS})
     gallery = Gallery.build(make_embedder(), table, address, vectors=make_vectors(5))
     ids = by_path(gallery, names(0, 5))

@@ -12,181 +12,41 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
 from copy import copy
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from proximetry._util.errors import UsageError, suggest
-from proximetry._util.files import cache_folder
+from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_int, format_value, join_first, pluralize
-from proximetry._util.imports import import_optional
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.models import Embedder
 from proximetry.search import indexes, metadata
-from proximetry.search.conditions import RANGES, Condition, Where, parse_where
+from proximetry.search.conditions import Where, parse_where
 from proximetry.search.exact import SPARE, FloatArray, Hits, Scores, exact_scores, merge_hits
 from proximetry.search.gallery import Gallery
 from proximetry.search.manifest import Manifest, Report, ignore
+from proximetry.search.milvus_client import LOAD_SECONDS, Address, MilvusClient
+from proximetry.search.milvus_filters import NO_TEXT, OTHERS, TEXTS, expression, restore, store
 from proximetry.search.new_images import NewImages
 
 MAX_K = 16_384  # the largest number of results of a query on Milvus
-TOKEN = "MILVUS_TOKEN"
-CONNECT_SECONDS, CALL_SECONDS, LOAD_SECONDS = 10.0, 60.0, 3600.0
-"""Time limits: to connect, of one call, and to load or index a collection."""
-RETRY_SECONDS = 120.0  # for which calls are repeated while a server is away or recovers
-# Status of gRPC, and codes of Milvus: not ready, unavailable; collection, partition, replica,
-# channel, segment or node not available.
-_TRANSIENT = {"UNAVAILABLE", "DEADLINE_EXCEEDED", 1, 2, 101, 103, 201, 202, 400, 401}
-_TRANSIENT |= {500, 501, 503, 600, 601, 602, 901, 902, 903, 904, 905}
 _VERSION, _MANIFEST = 3, ("embedder", "similarity", "dim", "index")
 # Properties of a collection: the gallery as JSON, one for each column besides path and label, and
 # one for each partition that is complete.
 _GALLERY, _COLUMN, _COMPLETE = "proximetry", "proximetry.column.", "proximetry.complete."
-# Fields besides the vector; other columns are in a field of JSON.
-_TEXTS, _OTHERS = ("path", "label"), "columns"
 _MAX_TEXT = 65_535
 # Per message, which may have 64 MB: numbers take 16 MB, and metadata some kilobytes per row.
 _MAX_NUMBERS, _MAX_ROWS = 1 << 22, 4096
 _ROW_NUMBERS = 256  # metadata of a row takes about as much as these numbers
 _SEGMENT_BYTES = 1 << 30  # of vectors that Milvus indexes together
-
-_NAME = "[A-Za-z_][A-Za-z0-9_]*"
-_SERVER = re.compile(rf"milvus(s?)://([^/?\s]+)/({_NAME})")
-_FILE = re.compile(rf"milvus:(?!//[^/])(?://)?(.+\.db)(?:/({_NAME}))?")
-_OPTIONS = {
-    "db": (_NAME, "a name"),
-    "consistency": ("Strong|Session|Bounded|Eventually", "Strong, Session, Bounded or Eventually"),
-    "shards": ("[1-9][0-9]{0,2}", "an integer from 1 to 999"),
-    "replicas": ("[1-9][0-9]{0,2}", "an integer from 1 to 999"),
-    "partition": (_NAME, "a name"),
-    "rescore": ("[01]", "0 or 1"),
-}
-
-
-@dataclass(frozen=True)
-class Address:
-    """The address of a collection, and how to read and write it."""
-
-    text: str  # as written, without secrets
-    uri: str  # of the server, or the file
-    collection: str  # its name there
-    local: bool  # whether it is a file
-    db: str = ""
-    consistency: str = "Strong"  # of searches
-    shards: int = 1
-    replicas: int = 1
-    partition: str = ""  # all if empty
-    rescore: int = 0  # whether similarities are computed from the vectors, not by the server
-
-    def __str__(self) -> str:
-        return self.text
-
-    @classmethod
-    def parse(cls, path: str | os.PathLike[str]) -> Address:
-        """Parse an address."""
-        text = os.fspath(path)
-        if "@" in text.partition("://")[2].partition("/")[0]:
-            raise UsageError(
-                f"credentials in an address on Milvus. Set {TOKEN}=user:password instead."
-            )
-        place, _, query = text.partition("?")
-        options: dict[str, Any] = {}
-        for name, _, value in (part.partition("=") for part in query.split("&") if part):
-            if name not in _OPTIONS:
-                raise UsageError(
-                    f"{text}: unknown option {format_value(name)}{suggest(name, _OPTIONS)}"
-                )
-            pattern, kind = _OPTIONS[name]
-            if not re.fullmatch(pattern, value):
-                raise UsageError(f"{text}: {name} must be {kind}, got {format_value(value)}")
-            options[name] = int(value) if value.isdigit() else value
-        if server := _SERVER.fullmatch(place):
-            secure, host, collection = server.groups()
-            port = "" if re.search(r":\d+$", host) else ":19530"
-            return cls(text, f"http{secure}://{host}{port}", collection, local=False, **options)
-        if file := _FILE.fullmatch(place):
-            uri, collection = os.path.abspath(file[1]), file[2] or "gallery"
-            return cls(text, uri, collection, local=True, **options)
-        raise UsageError(
-            f"invalid address of a gallery on Milvus: {text}. Use milvus://host:19530/collection "
-            "or milvus:file.db/collection; collection names have letters, digits and _."
-        )
-
-    @property
-    def folder(self) -> Path:
-        """The local folder of the vectors that several processes embed together."""
-        where = f"{self.uri}/{self.db}/{self.collection}"
-        return cache_folder() / "milvus" / hashlib.sha256(where.encode()).hexdigest()[:32]
-
-
-class _Client:
-    """A MilvusClient that waits for a restarted server, and whose errors name the gallery."""
-
-    def __init__(self, address: Address) -> None:
-        self.address = address
-        self.pymilvus = import_optional("pymilvus", "milvus", "A gallery on Milvus")
-        self._errors = (self.pymilvus.MilvusException, import_optional("grpc", None, "").RpcError)
-        logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # it logs errors that it raises
-        if address.local:
-            import_optional("milvus_lite", None, "A gallery in a file of Milvus")
-            if not Path(address.uri).parent.is_dir():
-                raise UsageError(f"{address}: no folder {Path(address.uri).parent}")
-        token = os.environ.get(TOKEN, "")
-        try:
-            self._client = self.pymilvus.MilvusClient(
-                address.uri, token=token, db_name=address.db, timeout=CONNECT_SECONDS
-            )
-        except self._errors as error:
-            reason = f"no answer. Is Milvus running there, and is {TOKEN} correct?"
-            if address.local:
-                reason = "cannot be opened: another process uses it, or it is not a Milvus file"
-            elif address.db:
-                reason += f" Does the database {address.db} exist?"
-            raise ValueError(f"{address}: {reason}") from error
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any, timeout: float = CALL_SECONDS, **options: Any) -> Any:
-            end = time.monotonic() + RETRY_SECONDS
-            while True:
-                try:
-                    return getattr(self._client, name)(*arguments, timeout=timeout, **options)
-                except self._errors as error:
-                    code = error.code() if callable(error.code) else error.code
-                    transient = getattr(code, "name", code) in _TRANSIENT
-                    if not transient or time.monotonic() > end:
-                        self.fail(error)
-                time.sleep(0.5)
-
-        return call
-
-    def fail(self, error: Exception) -> NoReturn:
-        """Raise an error of Milvus with the address."""
-        message = getattr(error, "message", None) or error
-        raise ValueError(f"{self.address}: Milvus reports: {message}") from error
-
-    def rows(self, batches: Any) -> Iterator[list[dict[str, Any]]]:
-        """Yield the batches of an iterator of Milvus."""
-        with closing(batches):
-            try:
-                while batch := batches.next():
-                    yield batch
-            except self._errors as error:
-                self.fail(error)
-
-    def close(self) -> None:
-        """Disconnect."""
-        self._client.close()
 
 
 def find(path: str | os.PathLike[str]) -> Collection | None:
@@ -194,7 +54,7 @@ def find(path: str | os.PathLike[str]) -> Collection | None:
     address = Address.parse(path)
     if address.local and not Path(address.uri).exists():
         return None
-    client = _Client(address)
+    client = MilvusClient(address)
     if not client.has_collection(address.collection):
         return None
     found = Collection(client)
@@ -224,82 +84,6 @@ def choose_index(index: str, count: int, dim: int) -> tuple[str, dict[str, int]]
     )
 
 
-# Milvus stores UTF-8 text, and names of files may have other bytes, which are lone surrogates in
-# Python. They are stored as the last private-use characters; another one stands for no text.
-_TO_PRIVATE = {0xDC00 + byte: 0x10FF00 + byte for byte in range(0x80, 0x100)}
-_FROM_PRIVATE = {private: surrogate for surrogate, private in _TO_PRIVATE.items()}
-_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
-_NO_TEXT = "\U0010ff00"
-_LARGEST = 1.7976931348623157e308
-
-
-def _store(value: Any) -> Any:
-    """Return a value as Milvus stores it; None for NaN and infinity."""
-    if isinstance(value, float):
-        return value if abs(value) <= _LARGEST else None
-    if value is None or isinstance(value, bool | int):
-        return value
-    return str(value).translate(_TO_PRIVATE)
-
-
-def _restore(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    return None if value == _NO_TEXT else value.translate(_FROM_PRIVATE)
-
-
-def _quoted(value: Any) -> str:
-    return f'"{_store(str(value)).translate(_ESCAPES)}"'
-
-
-def _literals(value: Any, operator: str) -> list[str]:
-    """Return the literals that a value is compared with: text may be a number."""
-    literals = [] if operator in RANGES and not isinstance(value, str) else [_quoted(value)]
-    with suppress(ValueError):
-        parsed = json.loads(str(value).lower().replace("inf", "1e999"))
-        if isinstance(parsed, int) and abs(parsed) >= 2**63:
-            parsed = float(parsed)
-        if isinstance(parsed, float):
-            parsed = min(max(parsed, -_LARGEST), _LARGEST)
-        if isinstance(parsed, bool | int | float):
-            literals.append(json.dumps(parsed))
-    return literals
-
-
-def _within(field: str, prefix: str) -> str:
-    """Return the expression of text with a prefix: a range, since patterns differ by version."""
-    text = _store(prefix).rstrip("\U0010ffff")
-    if not text:
-        return f'{field} >= ""'
-    following = 0xE000 if text[-1] == "\ud7ff" else ord(text[-1]) + 1
-    return f"({field} >= {_quoted(prefix)} and {field} < {_quoted(text[:-1] + chr(following))})"
-
-
-def _expression(condition: Condition) -> str:
-    """Return the filter expression of a condition; it compares no missing values."""
-    column, operator, values = condition
-    field, exists = f"{_OTHERS}[{_quoted(column)}]", f"(exists {_OTHERS}[{_quoted(column)}])"
-    if column in _TEXTS:
-        if operator in ("=", "!="):
-            texts = [_quoted(_NO_TEXT if value is None else value) for value in values]
-            return f"{column} {'in' if operator == '=' else 'not in'} [{', '.join(texts)}]"
-        if not isinstance(values[0], str):
-            raise UsageError(f"column {column} has type text, got {format_value(values[0])}")
-        field, exists = column, f"({column} != {_quoted(_NO_TEXT)})"
-    if operator == "^=":
-        terms = [_within(field, prefix) for prefix in values]
-    else:
-        sign = operator if operator in RANGES else "=="
-        known = [value for value in values if value is not None]
-        terms = [f"{field} {sign} {text}" for one in known for text in _literals(one, operator)]
-    matches = f"({' or '.join(terms or ['id < 0'])})"
-    if operator == "!=":
-        matches = f"(not {matches})"
-    if (operator == "!=") != (None in values):
-        return f"((not {exists}) or {matches})"
-    return f"({exists} and {matches})"
-
-
 def ids_of(table: Any) -> IntArray:
     """Return the ids of images: 63 bits of the hash of each path."""
     paths = table["path"].to_pylist()
@@ -316,9 +100,9 @@ class Collection:
     max_k = MAX_K
     class_share = 0.0  # unknown
 
-    def __init__(self, client: _Client) -> None:
+    def __init__(self, client: MilvusClient) -> None:
         self.client, self.address, self.name = client, client.address, client.address.collection
-        self.records: dict[int, dict[str, Any]] | None = None  # of the results of a view, by id
+        self.records: dict[int, dict[str, Any]] | None = None  # results of a view, by id
         properties = client.describe_collection(self.name).get("properties") or {}
         if _GALLERY not in properties:
             raise UsageError(f"{self.address} is not a gallery. Choose another collection.")
@@ -330,20 +114,17 @@ class Collection:
             )
         self.manifest = Manifest(*(description[name] for name in _MANIFEST))
         others = sorted(key.removeprefix(_COLUMN) for key in properties if _COLUMN in key)
-        self.columns = [*_TEXTS, *map(_restore, others)]
-        self.complete = any(key.startswith(self._completed) for key in properties)
+        self.columns = [*TEXTS, *map(restore, others)]
+        partition = f"{self.address.partition}." if self.address.partition else ""
+        self.completed = f"{_COMPLETE}{partition}"
+        self.complete = any(key.startswith(self.completed) for key in properties)
         self.kind, self.settings = "", dict[str, int]()
         # Rows with vectors per message.
         self._batch = min(_MAX_ROWS, max(1, _MAX_NUMBERS // self.manifest.dim))
         self._part = {"partition_names": [self.address.partition]} if self.address.partition else {}
 
-    @property
-    def _completed(self) -> str:
-        """The property of a complete gallery or partition."""
-        return f"{_COMPLETE}{self.address.partition}." if self.address.partition else _COMPLETE
-
     @classmethod
-    def create(cls, client: _Client, manifest: Manifest, count: int) -> Collection:
+    def create(cls, client: MilvusClient, manifest: Manifest, count: int) -> Collection:
         """Create an empty gallery, or open one whose build was interrupted."""
         address, types = client.address, client.pymilvus.DataType
         kind, settings = choose_index(manifest.index, count, manifest.dim)
@@ -351,9 +132,9 @@ class Collection:
             schema = client.pymilvus.MilvusClient.create_schema(auto_id=False)
             schema.add_field("id", types.INT64, is_primary=True)
             schema.add_field("vector", types.FLOAT_VECTOR, dim=manifest.dim)
-            for name in _TEXTS:
+            for name in TEXTS:
                 schema.add_field(name, types.VARCHAR, max_length=_MAX_TEXT)
-            schema.add_field(_OTHERS, types.JSON)
+            schema.add_field(OTHERS, types.JSON)
             description = {"version": _VERSION}
             description |= {name: getattr(manifest, name) for name in _MANIFEST}
             client.create_collection(
@@ -376,17 +157,18 @@ class Collection:
         if address.partition and not client.has_partition(created.name, address.partition):
             client.create_partition(created.name, address.partition)
         if "vector" not in client.list_indexes(created.name):
-            created.create_index(kind, settings)
+            return created.index(kind, settings)
         return created.load()
 
-    def create_index(self, kind: str, settings: dict[str, int]) -> None:
-        """Index vectors and text; the server chooses the index of text."""
+    def index(self, kind: str, settings: dict[str, int]) -> Collection:
+        """Index vectors and text, whose index the server chooses, and load the rows."""
         params = self.client.pymilvus.MilvusClient.prepare_index_params()
         metric = "IP" if self.manifest.similarity == "cosine" else "L2"
         params.add_index("vector", kind, "vector", metric_type=metric, params=settings)
-        for name in () if self.address.local else _TEXTS:  # Milvus Lite scans its file
+        for name in () if self.address.local else TEXTS:  # Milvus Lite scans its file
             params.add_index(name, index_name=name)
         self.client.create_index(self.name, params, timeout=LOAD_SECONDS)
+        return self.load()
 
     def load(self) -> Collection:
         """Load the rows on the server and read the settings of the index."""
@@ -398,10 +180,6 @@ class Collection:
         names = ("M", "efConstruction", "nlist", "m", "nbits")
         self.settings = {name: int(index[name]) for name in names if name in index}
         return self
-
-    def mark_complete(self) -> None:
-        """Record that the build is complete."""
-        self.client.alter_collection_properties(self.name, {self._completed: "1"})
 
     def view(self) -> Collection:
         """Return a copy for one search: it keeps the metadata of its results."""
@@ -418,7 +196,7 @@ class Collection:
 
     def select(self, where: Where) -> Any:
         """Return the filter expression of each condition."""
-        return {str(one): _expression(one) for one in parse_where(where, self.columns)}
+        return {str(one): expression(one) for one in parse_where(where, self.columns)}
 
     def _check_found(self, allowed: Mapping[str, str]) -> None:
         """Raise if no image matches one of the conditions; called if there are no results."""
@@ -426,34 +204,36 @@ class Collection:
             if not self._query(filter=term, output_fields=["id"], limit=1):
                 raise UsageError(f"no image has {condition}")
 
-    def _iterate(self, field: str, allowed: str = "") -> Iterator[list[dict[str, Any]]]:
-        """Yield batches of rows with id and this field, in the order of ids."""
-        batches = self.client.query_iterator(
-            self.name,
-            batch_size=self._batch,
-            filter=allowed,
-            output_fields=["id", field],
-            **self._part,
-        )
-        return self.client.rows(batches)
+    def _iterate(
+        self, field: str, size: int, allowed: Mapping[str, str]
+    ) -> Iterator[list[dict[str, Any]]]:
+        """Yield batches of rows with id and this field, in the order of ids, as Milvus sorts."""
+        last, batch = -1, [dict[str, Any]()] * size
+        while len(batch) == size:
+            text = " and ".join([f"id > {last}", *allowed.values()])
+            batch = self._query(filter=text, output_fields=["id", field], limit=size)
+            last = max((row["id"] for row in batch), default=last)
+            yield batch
 
     def blocks(self) -> Iterator[tuple[IntArray, FloatArray]]:
         """Yield ids and vectors of all rows."""
-        for batch in self._iterate("vector"):
+        for batch in self._iterate("vector", self._batch, {}):
             ids = np.array([row["id"] for row in batch], np.int64)
-            yield ids, np.array([row["vector"] for row in batch], np.float32)
+            vectors = np.array([row["vector"] for row in batch], np.float32)
+            yield ids, vectors.reshape(-1, self.manifest.dim)
 
     def allowed_positions(self, allowed: Mapping[str, str]) -> IntArray:
         """Return the ids of the allowed rows."""
-        batches = self._iterate("id", " and ".join(allowed.values()))
+        batches = self._iterate("id", MAX_K, allowed)
         ids = np.array([row["id"] for batch in batches for row in batch], np.int64)
         if not len(ids):
             self._check_found(allowed)
         return np.sort(ids)
 
-    def sample(self, count: int) -> list[dict[str, Any]]:
-        """Return id and label of up to `count` rows; ids are hashes, so any rows are a sample."""
-        return self._query(filter="", output_fields=["id", "label"], limit=min(count, MAX_K))
+    def sample(self, field: str, count: int = MAX_K) -> list[Any]:
+        """Return a field of up to `count` rows; ids are hashes, so the first rows are a sample."""
+        rows = self._query(filter="id >= 0", output_fields=[field], limit=min(count, MAX_K))
+        return [restore(row[field]) for row in rows]
 
     def ids(self, positions: IntArray) -> IntArray:
         """Return positions, which are ids."""
@@ -475,13 +255,13 @@ class Collection:
     def take(self, positions: IntArray, columns: Iterable[str]) -> dict[str, list[Any]]:
         """Return columns of rows; None for −1 and for rows removed since the search."""
         names, known = list(columns), self.records or {}
-        fields = {name if name in _TEXTS else _OTHERS for name in names}
+        fields = {name if name in TEXTS else OTHERS for name in names}
         unknown = positions[~np.isin(positions, [*known])]
         by_id = known | self._get(unknown, fields)
         rows = [by_id.get(position, {}) for position in positions.tolist()]
-        others = [row.get(_OTHERS, {}) for row in rows]
+        others = [row.get(OTHERS, {}) for row in rows]
         return {
-            name: [_restore(row.get(name)) for row in (rows if name in _TEXTS else others)]
+            name: [restore(row.get(name)) for row in (rows if name in TEXTS else others)]
             for name in names
         }
 
@@ -505,7 +285,7 @@ class Collection:
         rescored = compressed or self.records is None or bool(self.address.rescore)
         count = min(indexes.compressed_candidates(k) if compressed else k + SPARE * rescored, MAX_K)
         fields = ["vector"] * rescored
-        fields += [] if self.records is None else [*_TEXTS, _OTHERS]
+        fields += [] if self.records is None else [*TEXTS, OTHERS]
         effort = {"ef": min(max(indexes.EF_SEARCH, 2 * count), 2 * MAX_K)}
         if self.kind.startswith("IVF"):
             effort = {"nprobe": indexes.choose_nprobe(self.settings.get("nlist", 128))}
@@ -559,7 +339,7 @@ class Collection:
         """Add or replace rows, and return their ids."""
         missing = [name for name in new_images.table.column_names if name not in self.columns]
         if missing:
-            keys = {f"{_COLUMN}{_store(name)}": "1" for name in missing}
+            keys = {f"{_COLUMN}{store(name)}": "1" for name in missing}
             self.client.alter_collection_properties(self.name, keys)
             self.columns += missing
         done = 0
@@ -571,23 +351,17 @@ class Collection:
                 done += len(rows)
         return ids_of(new_images.table)
 
-    def remove(self, ids: IntArray) -> None:
-        """Remove rows."""
-        for part in chunks(len(ids), _MAX_ROWS):
-            partition = self.address.partition or None
-            self.client.delete(self.name, ids=ids[part].tolist(), partition_name=partition)
-
 
 def _rows(table: Any, vectors: FloatArray) -> list[dict[str, Any]]:
-    columns = {name: [*map(_store, metadata.values(table[name]))] for name in table.column_names}
-    texts = {name: columns.pop(name) for name in _TEXTS}
+    columns = {name: [*map(store, metadata.values(table[name]))] for name in table.column_names}
+    texts = {name: columns.pop(name) for name in TEXTS}
     rows: list[dict[str, Any]] = []
     for number, (item, vector) in enumerate(zip(ids_of(table).tolist(), vectors, strict=True)):
         values = {name: column[number] for name, column in columns.items()}
         others = {name: value for name, value in values.items() if value is not None}
         row = {name: column[number] for name, column in texts.items()}
-        row["label"] = _NO_TEXT if row["label"] is None else row["label"]
-        rows.append({"id": item, "vector": vector, _OTHERS: others, **row})
+        row["label"] = NO_TEXT if row["label"] is None else row["label"]
+        rows.append({"id": item, "vector": vector, OTHERS: others, **row})
     return rows
 
 
@@ -605,7 +379,7 @@ class MilvusGallery(Gallery):
         cls, embedder: Embedder, new_images: NewImages, path: str | os.PathLike[str], index: str
     ) -> MilvusGallery:
         """See `Gallery.build`."""
-        client, fingerprint = _Client(Address.parse(path)), embedder.fingerprint()
+        client, fingerprint = MilvusClient(Address.parse(path)), embedder.fingerprint()
         manifest = Manifest(fingerprint, embedder.architecture.similarity, embedder.dim, index)
         count = len(new_images.table)
         collection = Collection.create(client, manifest, count)
@@ -617,7 +391,7 @@ class MilvusGallery(Gallery):
         built._write(new_images, replace=True)
         if len(built.skipped) == count:
             raise ValueError(f"{pluralize(count, 'image')} cannot be read: {built.skipped[0]}")
-        collection.mark_complete()
+        client.alter_collection_properties(collection.name, {collection.completed: "1"})
         return built
 
     @classmethod
@@ -667,12 +441,11 @@ class MilvusGallery(Gallery):
 
     def count_labels(self) -> dict[str, int]:
         """Return the number of images of each class, in a sample if there are more than 16 384."""
-        labels = (_restore(row["label"]) for row in self._snapshot.sample(MAX_K))
-        return dict(Counter(label for label in labels if label is not None))
+        return dict(Counter(filter(None, self._snapshot.sample("label"))))
 
     def sample_ids(self, count: int) -> IntArray:
         """See `Gallery.sample_ids`."""
-        return np.sort(np.array([row["id"] for row in self._snapshot.sample(count)], np.int64))
+        return np.sort(np.array(self._snapshot.sample("id", count), np.int64))
 
     def _check_new(self, snapshot: Any, table: Any) -> None:
         """Accept all images: existing ones are replaced."""
@@ -693,7 +466,11 @@ class MilvusGallery(Gallery):
 
     def remove(self, ids: Sequence[int] | IntArray, *, report: Report | None = None) -> None:
         """Remove images by their ids; `ids(where)` returns them."""
-        self._snapshot.remove(self._positions(self._snapshot, ids))
+        collection = self._snapshot
+        positions, partition = self._positions(collection, ids), collection.address.partition
+        for part in chunks(len(positions), _MAX_ROWS):
+            targets = positions[part].tolist()
+            collection.client.delete(collection.name, targets, partition_name=partition or None)
 
     @property
     def needs_compaction(self) -> bool:
@@ -715,8 +492,7 @@ class MilvusGallery(Gallery):
         if collection.kind != "AUTOINDEX" and (kind != collection.kind or not same):
             client.release_collection(name)
             client.drop_index(name, "vector")
-            collection.create_index(kind, settings)
-            collection.load()
+            collection.index(kind, settings)
         self._snapshot = collection
         (report or ignore)(indexes.describe(self._indexes()[0], count, prefix="Milvus "))
 

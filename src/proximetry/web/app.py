@@ -562,14 +562,14 @@ def _add_items(app: FastAPI, service: Service) -> None:
         ids: Annotated[
             str,
             Query(
-                pattern=r"^\d{1,18}(,\d{1,18})*$",
+                pattern=r"^\d{1,19}(,\d{1,19})*$",
                 max_length=20 * MAX_LISTED,
                 description=f"Up to {MAX_LISTED} ids, separated by commas; unknown ones are "
                 "skipped.",
             ),
         ],
     ) -> list[Item]:
-        numbers = [int(number) for number in ids.split(",")][:MAX_LISTED]
+        numbers = [item for item in map(int, ids.split(",")) if item <= _MAX_ID][:MAX_LISTED]
         return [Item(**item) for item in await service.run(service.gallery.items, numbers)]
 
     @app.get("/items/{item}", summary="Metadata of an image", responses=_NOT_FOUND)
