@@ -238,8 +238,8 @@ def assert_batches_cover_all_rows(gallery, monkeypatch):
     """Assert that reading in small batches returns every row once."""
     expected = gallery.ids()
     with monkeypatch.context() as patch:
-        patch.setattr(milvus, "MAX_K", 97)
-        patch.setattr(gallery._snapshot, "_batch", 89)
+        patch.setattr(milvus, "MAX_K", 151)
+        patch.setattr(gallery._snapshot, "_batch", 149)
         assert np.array_equal(gallery.ids(), expected)
         ids, vectors = map(np.concatenate, zip(*gallery._snapshot.blocks(), strict=True))
         assert np.array_equal(np.sort(ids), expected)

@@ -45,6 +45,7 @@ _GALLERY, _COLUMN, _COMPLETE = "proximetry", "proximetry.column.", "proximetry.c
 _MAX_TEXT = 65_535
 # Per message, which may have 64 MB: numbers take 16 MB, and metadata some kilobytes per row.
 _MAX_NUMBERS, _MAX_ROWS = 1 << 22, 4096
+_SORTED = {"iterator": "True", "reduce_stop_for_best": "True"}  # returns the smallest ids
 _ROW_NUMBERS = 256  # metadata of a row takes about as much as these numbers
 _SEGMENT_BYTES = 1 << 30  # of vectors that Milvus indexes together
 
@@ -211,7 +212,7 @@ class Collection:
         last, batch = -1, [dict[str, Any]()] * size
         while len(batch) == size:
             text = " and ".join([f"id > {last}", *allowed.values()])
-            batch = self._query(filter=text, output_fields=["id", field], limit=size)
+            batch = self._query(filter=text, output_fields=["id", field], limit=size, **_SORTED)
             last = max((row["id"] for row in batch), default=last)
             yield batch
 
