@@ -99,7 +99,6 @@ class MilvusClient:
     def __init__(self, address: Address) -> None:
         self.address = address
         self.pymilvus = import_optional("pymilvus", "milvus", "A gallery on Milvus")
-        self._errors = (self.pymilvus.MilvusException, import_optional("grpc", None, "").RpcError)
         logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # it logs errors that it raises
         if address.local:
             import_optional("milvus_lite", None, "A gallery in a file of Milvus")
@@ -110,7 +109,7 @@ class MilvusClient:
             self._client = self.pymilvus.MilvusClient(
                 address.uri, token=token, db_name=address.db, timeout=CONNECT_SECONDS
             )
-        except self._errors as error:
+        except self.pymilvus.MilvusException as error:
             reason = f"no answer. Is Milvus running there, and is {TOKEN} correct?"
             if address.local:
                 reason = "cannot be opened: another process uses it, or it is not a Milvus file"
@@ -124,8 +123,11 @@ class MilvusClient:
             while True:
                 try:
                     return getattr(self._client, name)(*arguments, timeout=timeout, **options)
-                except self._errors as error:
-                    code = error.code() if callable(error.code) else error.code
+                except Exception as error:
+                    code = getattr(error, "code", None)
+                    if code is None:  # neither of Milvus nor of gRPC
+                        raise
+                    code = code() if callable(code) else code
                     transient = getattr(code, "name", code) in _TRANSIENT
                     if not transient or time.monotonic() > end:
                         reason = getattr(error, "message", None) or error
