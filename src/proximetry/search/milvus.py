@@ -122,7 +122,9 @@ class Collection:
         self.kind, self.settings = "", dict[str, int]()
         # Rows with vectors per message.
         self._batch = min(_MAX_ROWS, max(1, _MAX_NUMBERS // self.manifest.dim))
-        self._part = {"partition_names": [self.address.partition]} if self.address.partition else {}
+        self._reading: dict[str, Any] = {"consistency_level": self.address.consistency}
+        if self.address.partition:
+            self._reading["partition_names"] = [self.address.partition]
 
     @classmethod
     def create(cls, client: MilvusClient, manifest: Manifest, count: int) -> Collection:
@@ -193,7 +195,7 @@ class Collection:
         return int(answer["count(*)"])
 
     def _query(self, **options: Any) -> list[dict[str, Any]]:
-        return list(self.client.query(self.name, **options, **self._part))
+        return list(self.client.query(self.name, **options, **self._reading))
 
     def select(self, where: Where) -> Any:
         """Return the filter expression of each condition."""
@@ -209,12 +211,11 @@ class Collection:
         self, field: str, size: int, allowed: Mapping[str, str]
     ) -> Iterator[list[dict[str, Any]]]:
         """Yield batches of rows with id and this field, in the order of ids, as Milvus sorts."""
-        last, batch = -1, [dict[str, Any]()] * size
-        while len(batch) == size:
-            text = " and ".join([f"id > {last}", *allowed.values()])
-            batch = self._query(filter=text, output_fields=["id", field], limit=size, **_SORTED)
-            last = max((row["id"] for row in batch), default=last)
-            yield batch
+        last, terms = -1, [*allowed.values()]
+        options = {"output_fields": ["id", field], "limit": size, **_SORTED}
+        while batch := self._query(filter=" and ".join([f"id > {last}", *terms]), **options):
+            yield batch  # may be shorter although there are more rows
+            last = max(row["id"] for row in batch)
 
     def blocks(self) -> Iterator[tuple[IntArray, FloatArray]]:
         """Yield ids and vectors of all rows."""
@@ -249,7 +250,7 @@ class Collection:
         rows: dict[int, dict[str, Any]] = {}
         targets, names = np.unique(ids[ids >= 0]).tolist(), ["id", *fields]
         for part in chunks(len(targets), self._batch):
-            options = {"ids": targets[part], "output_fields": names, **self._part}
+            options = {"ids": targets[part], "output_fields": names, **self._reading}
             rows |= {row["id"]: row for row in self.client.get(self.name, **options)}
         return rows
 
@@ -301,8 +302,7 @@ class Collection:
                 limit=count,
                 output_fields=fields,
                 search_params={"params": effort if self.kind[:3] in ("IVF", "HNS") else {}},
-                consistency_level=self.address.consistency,
-                **self._part,
+                **self._reading,
             )
             parts.append(merge_hits([self._read(queries[part], lists, count, rescored)], k))
         positions, scores = map(np.concatenate, zip(*parts, strict=True))

@@ -46,7 +46,7 @@ class Address:
     collection: str  # its name there
     local: bool  # whether it is a file
     db: str = ""
-    consistency: str = "Strong"  # of searches
+    consistency: str = "Strong"  # of what is read
     shards: int = 1
     replicas: int = 1
     partition: str = ""  # all if empty
