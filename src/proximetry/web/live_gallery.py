@@ -28,6 +28,7 @@ log = logging.getLogger("proximetry.web")
 
 SIZES = (16, 2048)  # minimum and maximum longer side of a thumbnail in pixels
 _CHECK_INTERVAL = 1.0  # seconds between two checks for changes by other processes
+_COUNT_INTERVAL = 60.0
 _SAMPLE_SIZE = 1000  # images whose paths determine the common folder
 _SUGGESTIONS = 12
 _COLUMN_SAMPLE, _MAX_VALUES = 10_000, 500  # images that describe a column, and its values
@@ -90,6 +91,7 @@ class LiveGallery:
         self._checked = time.monotonic()
         self._summary_lock = Lock()
         self._summary: Summary | None = None
+        self._counted: tuple[int, float] | None = None
 
     @property
     def name(self) -> str:
@@ -97,6 +99,15 @@ class LiveGallery:
         if self._folder:
             return self._folder.resolve().name
         return self._gallery.name.partition("?")[0].rpartition("/")[2]
+
+    def count(self) -> int:
+        """Return the number of images; on Milvus, which scans for it, it may be a minute old."""
+        if self._folder:
+            return len(self.current())
+        now = time.monotonic()
+        if self._counted is None or now - self._counted[1] > _COUNT_INTERVAL:
+            self._counted = len(self._gallery), now
+        return self._counted[0]
 
     def current(self) -> Gallery:
         """Return the current version; may read files, so call it outside the event loop."""

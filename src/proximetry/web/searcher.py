@@ -194,6 +194,7 @@ class Searcher:
             # Images of the gallery are their own nearest neighbors.
             excluded = sum(item is not None for item in job.items)
             groups[job.k + excluded, json.dumps(job.where, sort_keys=True)].append(number)
+        count = self._gallery.count()
         for (k, where), members in groups.items():
             try:
                 result = gallery.search(
@@ -214,7 +215,7 @@ class Searcher:
                     records[number],
                     gallery.similarity,
                     result.threshold,
-                    len(gallery),
+                    count,
                     started - jobs[number].start,
                     search_started - started,
                     done - search_started,
