@@ -23,15 +23,15 @@ MAX_MESSAGE = 2000  # characters: a message may quote a long value
 # Each is a module with a function of the same name.
 _COMMANDS = (
     *("calibrate", "check", "compare", "demo", "duplicates", "embed", "evaluate", "explain"),
-    *("export", "extend", "index", "push", "report", "reproduce", "same", "search", "serve"),
-    "train",
+    *("export", "extend", "index", "outliers", "push", "report", "reproduce", "same"),
+    *("search", "serve", "train"),
 )
 # The groups of `proximetry --help`; other commands are advanced.
 _GROUPS = {
     "Train": ("train", "extend", "demo", "recipes", "losses", "backbones"),
     "Evaluate": ("evaluate", "calibrate", "report", "compare", "metrics"),
-    "Search": ("index", "search", "serve", "same", "explain", "duplicates", "gallery", "embed"),
-    "Data": ("check", "datasets", "cache"),
+    "Search": ("index", "search", "serve", "same", "explain", "gallery", "embed"),
+    "Data": ("check", "duplicates", "outliers", "datasets", "cache"),
     "Faces": ("faces",),
     "Advanced": (),
 }

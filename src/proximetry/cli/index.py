@@ -2,9 +2,10 @@
 
 import os
 import shlex
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -12,7 +13,10 @@ from cyclopts.validators import Number
 from proximetry._util.formatting import format_int, join_first, truncate_lines
 from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Flag, TableColumns
 from proximetry.cli.output import echo, print_result, progress_bar, relative_path, skip_hint
-from proximetry.search.manifest import GALLERY
+from proximetry.search.manifest import GALLERY, is_milvus
+
+if TYPE_CHECKING:
+    from proximetry.search import Gallery
 
 
 def index(
@@ -35,7 +39,8 @@ def index(
     Run an interrupted command again to resume it. Under torchrun, all processes share the work.
 
     Args:
-        images: image files, folders (searched recursively), CSV or Parquet tables, tar files.
+        images: image files, folders (searched recursively), CSV or Parquet tables, tar files; or
+            one .parquet, .npz or .npy file of vectors with any other columns, without images.
         model: folder of a run or of a saved embedder, hub:owner/name, an ONNX file, or the name of
             a backbone; default: the gallery's embedder or, for a new gallery, a pretrained
             backbone from an installed package.
@@ -57,10 +62,12 @@ def index(
     if "RANK" not in os.environ:  # under torchrun, rank 0 reports missing paths later
         for word in images:
             check_exists(Path(word).expanduser())  # before torch is imported
+    from proximetry.data.vectors import is_vector_file
     from proximetry.search import Gallery, metadata
     from proximetry.search.indexing import index_table, is_gallery, load_model
-    from proximetry.search.manifest import ignore, is_milvus
+    from proximetry.search.manifest import ignore
     from proximetry.search.new_images import distributed_workers, worker_loop
+    from proximetry.search.vector_files import index_vectors
     from proximetry.search.watch import watch as run_watch
 
     folders = [*filter(os.path.isdir, map(os.path.expanduser, images))]
@@ -92,31 +99,28 @@ def index(
         if not world.is_main:
             worker_loop(lambda: load_model(model, gallery, device, ignore))
             return
+        notes, exists = list[str](), is_gallery(gallery) and not sync
+        options: dict[str, Any] = {"batch_size": batch_size, "report": notes.append}
         with distributed_workers() if world.size > 1 else nullcontext():
-            with progress_bar("listing images") as progress:
-                table, notes = metadata.from_sources(
-                    images, columns, allow_missing=bad_images == "skip", progress=progress
-                )
-            exists = is_gallery(gallery) and not sync
-            with progress_bar("indexing") as progress, skip_hint():
-                opened, changes = index_table(
-                    table,
-                    gallery,
-                    model,
-                    index,
-                    device,
-                    folders if sync else None,
-                    batch_size=batch_size,
-                    bad_images=bad_images,
-                    progress=progress,
-                    report=notes.append,
-                )
-    missing, changed = set[str](), set[str]()
-    for folder in folders:
-        if exists and not is_milvus(gallery):
-            absent, newer = opened.check_files(folder)
-            missing.update(absent)
-            changed.update(newer)
+            if len(images) == 1 and is_vector_file(images[0]):
+                with progress_bar("indexing") as options["progress"]:
+                    opened, changes = index_vectors(
+                        Path(images[0]), gallery, model, index, device, **options
+                    )
+            else:
+                with progress_bar("listing images") as progress:
+                    skip = bad_images == "skip"
+                    table, remarks = metadata.from_sources(
+                        images, columns, allow_missing=skip, progress=progress
+                    )
+                    notes += remarks
+                options |= {"bad_images": bad_images}
+                scope = folders if sync else None
+                with progress_bar("indexing") as options["progress"], skip_hint():
+                    opened, changes = index_table(
+                        table, gallery, model, index, device, scope, **options
+                    )
+    missing, changed = _check_files(opened, folders if exists else [])
     skipped = list(map(str, opened.skipped))
     document = {
         "gallery": gallery,
@@ -130,7 +134,7 @@ def index(
         "notes": notes,
     }
     if missing or changed:
-        outdated = join_first(map(relative_path, [*sorted(missing), *sorted(changed)]))
+        outdated = join_first(map(relative_path, missing + changed))
         notes.append(
             f"{len(missing)} missing and {len(changed)} changed files since indexing: "
             f"{outdated}. Update the gallery with --sync."
@@ -144,3 +148,13 @@ def index(
     lines += ["", "Next:", f"  proximetry search QUERY.jpg{hint}"]
     lines.append(f"  proximetry serve{hint}")
     print_result(as_json, document, "\n".join([*notes, *lines]))
+
+
+def _check_files(gallery: "Gallery", folders: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the missing and the changed files below folders; none for a gallery on Milvus."""
+    missing, changed = set[str](), set[str]()
+    for folder in [] if is_milvus(gallery.name) else folders:
+        absent, newer = gallery.check_files(folder)
+        missing.update(absent)
+        changed.update(newer)
+    return sorted(missing), sorted(changed)

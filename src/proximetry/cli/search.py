@@ -25,6 +25,8 @@ from proximetry.search.manifest import GALLERY
 if TYPE_CHECKING:
     from proximetry.search import SearchResult
 
+_SHOWN = ("id", "similarity", "score", "probability", "match", "path", "label")
+
 
 def search(
     *queries: Path,
@@ -48,7 +50,7 @@ def search(
     """Search a gallery for the images most similar to yours.
 
     Args:
-        queries: image files.
+        queries: image files; or one .parquet, .npz or .npy file of vectors.
         k: number of results per query.
         model: the run or embedder that built the gallery; required on Milvus, which does not
             store it.
@@ -86,8 +88,14 @@ def search(
     for query in queries:  # before torch is imported
         check_exists(Path(split_shard_path(str(query))[0]))
     opened, conditions = open_gallery(gallery, model), parse_conditions(where)
+    from proximetry.data.vectors import is_vector_file
+    from proximetry.search.vector_files import read_queries
+
+    targets: Any = list(ids or queries)
+    names = [str(query) for query in queries]
+    if len(queries) == 1 and is_vector_file(queries[0]):
+        targets, names = read_queries(opened, queries[0])
     with progress_bar("embedding") as progress:
-        targets: Any = list(ids or queries)
         result = opened.search(
             targets,
             k,
@@ -102,7 +110,7 @@ def search(
             exact=exact,
             progress=progress,
         )
-    names = [str(query) for query in (result.queries if ids else queries)]
+    names = names or [str(path) for path in result.queries]
     if combine is not None:
         names = [f"{combine} of {', '.join(names if queries else map(str, ids))}"]
     columns = {name: result.column(name) for name in result.columns}
@@ -169,7 +177,9 @@ def _no_match(result: "SearchResult") -> str:
 
 
 def _table(name: str, images: Sequence[Mapping[str, Any]], similarity: str) -> str:
-    """Return the results of one query, one per line."""
+    """Return the results of one query, one per line; rows of vectors with all columns."""
+    from proximetry.search.vector_files import is_row
+
     if not images:
         return f"{name}\n  no results"
     labels = [image["label"] or "" for image in images]
@@ -186,5 +196,9 @@ def _table(name: str, images: Sequence[Mapping[str, Any]], similarity: str) -> s
         if "probability" in image:
             line += f"{100 * image['probability']:3.0f} %  "
         line += f"{shorten(label, width):{width}}  " if width else ""
-        lines.append(line + relative_path(image["path"]))
+        line += relative_path(image["path"])
+        if image["path"] and is_row(image["path"]):
+            others = [value for name, value in image.items() if name not in _SHOWN]
+            line += "".join(f"  {shorten(str(value), 60)}" for value in others if value is not None)
+        lines.append(line)
     return "\n".join(lines)

@@ -20,7 +20,6 @@ from proximetry._util.formatting import join_first, pluralize
 from proximetry._util.machine import resolve_device
 from proximetry._util.types import IntArray, Progress, is_integer
 from proximetry.metrics.calibration import Calibration
-from proximetry.metrics.reranking import RERANKED, expand_queries
 from proximetry.models import Embedder
 from proximetry.models.constants import Similarity
 from proximetry.models.storage import read_calibration, read_description
@@ -53,15 +52,15 @@ from proximetry.search.new_images import (
     Vectors,
     stamp_of,
 )
+from proximetry.search.outliers import LabelError, Outlier, find_label_errors, find_outliers
 from proximetry.search.prediction import Prediction
 from proximetry.search.queries import (
     Box,
     Combine,
     Queries,
+    check_options,
     embed_queries,
-    find_nearest,
-    merge_queries,
-    rerank_hits,
+    run_queries,
 )
 from proximetry.search.relocation import remap_paths
 from proximetry.search.search_result import SearchResult
@@ -74,8 +73,6 @@ if TYPE_CHECKING:
     from proximetry.search.milvus import Collection
 
     AnySnapshot: TypeAlias = Snapshot | Collection
-
-_MAX_RERANK_K = 1000  # re-ranking compares twice this number of images
 
 
 class Gallery:
@@ -632,40 +629,13 @@ class Gallery:
             >>> result.ids.tolist()
             [[0, 1], [1, 0]]
         """
-        if not is_integer(k):
-            raise UsageError(f"k must be an integer of at least 1, got {k!r}")
-        if not is_integer(expand, 0):
-            raise UsageError(f"expand must be an integer of at least 0, got {expand!r}")
-        if expand and self.similarity != "cosine":
-            raise UsageError("expand requires a gallery with cosine similarity")
-        if rerank and k > _MAX_RERANK_K:
-            raise UsageError(f"rerank supports k up to {_MAX_RERANK_K}, got k = {k}")
-        if combine not in (None, "mean", "max"):
-            raise UsageError(f"combine must be mean or max, got {combine!r}")
-        if combine == "max" and (expand or rerank):
-            raise UsageError('combine="max" does not support expand and rerank. Use "mean".')
+        check_options(self.similarity, k, combine, expand, rerank)
         snapshot = self._view()
         find = self._searcher(snapshot, Effort(nprobe, ef, refine, exact), where)
         embedded = embed_queries(
             self, snapshot, queries, box, combine, batch_size, progress or ignore
         )
-        vectors, expanded = embedded.vectors, embedded
-        if expand:
-            positions = find_nearest(find, embedded, int(expand)).positions
-            neighbors = snapshot.vectors(positions.ravel()).reshape(*positions.shape, -1)
-            expanded = embedded._replace(
-                vectors=expand_queries(vectors, neighbors).astype(np.float32)
-            )
-        count = max(RERANKED, 2 * int(k)) if rerank else int(k)
-        hits = find_nearest(find, expanded, count)
-        if rerank:
-            hits = rerank_hits(snapshot, expanded.vectors, hits, int(k))
-        if combine == "max" and len(vectors):
-            hits = merge_queries(snapshot, vectors, hits)
-        scores = None
-        if expand or rerank:
-            scores = hits.scores.astype(np.float32)
-            hits = Hits(hits.positions, snapshot.scores(vectors, hits.positions))
+        hits, scores = run_queries(snapshot, find, embedded, int(k), combine, int(expand), rerank)
         calibration = self.calibration
         prior = 0.5
         if calibration is not None:  # without classes, as many as in the calibration
@@ -764,6 +734,22 @@ class Gallery:
         stored = isinstance(snapshot, Snapshot) or self._embedder is not None
         load_embedder = (lambda: self.embedder) if stored else None
         return find_duplicates(snapshot, load_embedder, threshold, progress or ignore)
+
+    def outliers(self, *, progress: Progress | None = None) -> list[Outlier]:
+        """Find images that are far from all others, the farthest first.
+
+        Their log distance to the 10 nearest images is over three robust standard deviations above
+        the median.
+        """
+        return find_outliers(self._snapshot, progress or ignore)
+
+    def label_errors(self, *, progress: Progress | None = None) -> list[LabelError]:
+        """Find images whose label disagrees with those of their neighbors, the surest first.
+
+        Returns those whose label is wrong with a probability above one half, by the model of
+        `proximetry check`.
+        """
+        return find_label_errors(self._snapshot, progress or ignore)
 
 
 class _Closed:

@@ -57,7 +57,7 @@ def draw_sheet(result: SearchResult) -> Image.Image:
     return _draw(_rows(result.queries, result))
 
 
-def group_sheet(file: Path, groups: Sequence[Sequence[str | None]]) -> int:
+def group_sheet(file: Path, groups: Sequence[Sequence[str | None]], title: str) -> int:
     """Write groups of images as an HTML page, one row each; return the number of groups shown."""
     existing = [[path for path in group if path] for group in groups]  # None: removed since
     paths = [path for group in existing for path in group]
@@ -68,7 +68,7 @@ def group_sheet(file: Path, groups: Sequence[Sequence[str | None]]) -> int:
         [_Cell(path, (os.path.relpath(path, root),)) for path in group[:_MAX_CELLS]]
         for group in existing[:count]
     ]
-    atomic_write(file, _page(rows, f"Duplicates: {len(rows)} of {len(groups)} groups", query=False))
+    atomic_write(file, _page(rows, f"{title}: {len(rows)} of {len(groups)} groups", query=False))
     return len(rows)
 
 

@@ -11,6 +11,7 @@ from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_int
 from proximetry._util.types import Progress
 from proximetry.data import Catalog
+from proximetry.data.vectors import is_vector_file
 from proximetry.models import Embedder
 from proximetry.models.weights import packaged_backbone
 from proximetry.search import metadata
@@ -41,7 +42,8 @@ def index(
 
     Args:
         images: a folder, image file, CSV or Parquet table or tar file, several of these, or a
-            catalog.
+            catalog; or a .parquet, .npz or .npy file of vectors with any other columns, for a
+            gallery without images.
         out: folder or Milvus address of the gallery; by default the folder "gallery".
         model: an embedder, or any source of `Embedder.load`. By default the gallery's embedder or,
             for a new gallery, a pretrained network from an installed package.
@@ -66,6 +68,16 @@ def index(
         array([[1]])
     """
     sources: Sequence[str | os.PathLike[str]] = []
+    from proximetry.search.vector_files import index_vectors  # imports this module
+
+    out = GALLERY if out is None else out
+    if isinstance(images, str | os.PathLike) and is_vector_file(images):
+        return index_vectors(
+            *(Path(images), out, model, index, device),
+            batch_size=batch_size,
+            progress=progress,
+            report=report,
+        )[0]
     if isinstance(images, Catalog):
         table = metadata.from_images(images)
     else:
@@ -78,7 +90,6 @@ def index(
     options: dict[str, Any] = {"bad_images": bad_images, "batch_size": batch_size}
     options |= {"progress": progress, "report": report}
     folders = [*filter(os.path.isdir, sources)] if sync else None
-    out = GALLERY if out is None else out
     return index_table(table, out, model, index, device, folders, **options)[0]
 
 
@@ -140,14 +151,22 @@ def is_gallery(path: str | os.PathLike[str]) -> bool:
 
 
 def load_model(
-    model: Model, out: str | os.PathLike[str], device: str | None, report: Report
+    model: Model,
+    out: str | os.PathLike[str],
+    device: str | None,
+    report: Report,
+    *,
+    takes_images: bool = True,
 ) -> Embedder:
-    """Return the embedder for a gallery: `model`, else the gallery's, else a pretrained one."""
+    """Return the embedder for a gallery: `model`, else the gallery's, else a pretrained one.
+
+    With `takes_images`, raise UsageError for an embedder of vectors.
+    """
     if model is None:
         stored = Path(out) / EMBEDDER
         model = stored if is_gallery(out) and stored.exists() else packaged_backbone()
     embedder = model if isinstance(model, Embedder) else Embedder.load(model, device)
-    if not embedder.takes_images:
+    if takes_images and not embedder.takes_images:
         name = "the embedder" if isinstance(model, Embedder) else model
         raise UsageError(
             f"{name} takes {embedder.preprocessing}, not images. Pass an embedder of images."

@@ -175,10 +175,10 @@ def _read(path: Path) -> Manifest:
         raise DamagedGalleryError(path, error) from error
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Replace the manifest, which commits a change."""
+def write_manifest(folder: Path, manifest: Manifest, name: str = MANIFEST) -> None:
+    """Replace the manifest, which commits a change, or write a replaced one."""
     content = {"format": FORMAT, "version": VERSION, "proximetry": __version__}
-    atomic_write(folder / MANIFEST, json_with_checksum({**content, "gallery": asdict(manifest)}))
+    atomic_write(folder / name, json_with_checksum({**content, "gallery": asdict(manifest)}))
 
 
 def _parse(values: dict[str, Any]) -> Manifest:
@@ -250,10 +250,10 @@ def commit(folder: Path, manifest: Manifest) -> Manifest:
         if name not in manifest._files and now - since < GRACE
     }
     manifest = replace(manifest, retired=retired, number=before.number + 1, created=now)
-    kept = folder / VERSIONS / f"{before.number}-{int(now)}.json"
-    with name_write_errors(kept):
-        kept.parent.mkdir(exist_ok=True)
-    atomic_write(kept, (folder / MANIFEST).read_bytes())
+    with name_write_errors(folder / VERSIONS):
+        (folder / VERSIONS).mkdir(exist_ok=True)
+    kept = replace(before, retired={})  # else many versions would take much space
+    write_manifest(folder, kept, f"{VERSIONS}/{before.number}-{int(now)}.json")
     write_manifest(folder, manifest)
     remove_stale_files(folder, manifest, GRACE)
     return manifest

@@ -19,9 +19,10 @@ from proximetry._util.errors import UsageError, suggest
 from proximetry._util.formatting import format_value, join_first
 from proximetry._util.imports import import_optional
 from proximetry._util.types import Progress
-from proximetry.data import FIELDS, Catalog, VectorCatalog
+from proximetry.data import FIELDS, Catalog
 from proximetry.data.folders import SEPARATOR, split_shard_path
 from proximetry.data.image_files import find_catalog, find_images
+from proximetry.data.vectors import is_vector_file
 from proximetry.search.conditions import Condition, Where, parse_where
 from proximetry.search.manifest import DamagedGalleryError
 
@@ -82,11 +83,11 @@ def from_sources(
     names = [os.fspath(source) for source in sources]
     tables, notes = list[Any](), list[str]()
     for name in names:
+        if is_vector_file(name):
+            raise UsageError(f"{name} has vectors without paths. Pass it alone, or pass images.")
         catalog = find_catalog(
             Path(name).expanduser(), columns, allow_missing=allow_missing, progress=progress
         )
-        if isinstance(catalog, VectorCatalog) and not catalog.has_paths:
-            raise UsageError(f"{name} has vectors without paths. Pass images instead.")
         if catalog is not None:
             tables.append(from_images(catalog))
             notes += catalog.remarks()

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from proximetry._util.errors import UsageError
 from proximetry._util.types import IntArray, Progress, is_integer
 from proximetry.data import open_image
-from proximetry.metrics.reranking import k_reciprocal_distances
+from proximetry.metrics.reranking import RERANKED, expand_queries, k_reciprocal_distances
+from proximetry.models.constants import Similarity
 from proximetry.models.preprocessing import ImageSource
 from proximetry.search.exact import FloatArray, Hits, merge_hits
 from proximetry.search.new_images import Vectors, as_vectors
@@ -23,6 +25,10 @@ Queries: TypeAlias = "ImageSource | Sequence[ImageSource] | Vectors | int | Sequ
 Box = tuple[int, int, int, int]
 """Left, top, right and bottom of a rectangle, in pixels."""
 Combine = Literal["mean", "max"]
+Search: TypeAlias = Callable[[FloatArray, int], Hits]
+"""Searches the allowed images: (vectors, k)."""
+
+_MAX_RERANK_K = 1000  # re-ranking compares twice this number of images
 
 
 class EmbeddedQueries(NamedTuple):
@@ -34,6 +40,22 @@ class EmbeddedQueries(NamedTuple):
     vectors: FloatArray
     images: Sequence[Any]  # of each query; None for a vector
     positions: IntArray  # of the images of the gallery that are the query, excluded from its result
+
+
+def check_options(similarity: Similarity, k: Any, combine: Any, expand: Any, rerank: bool) -> None:
+    """Raise UsageError for invalid options of a search."""
+    if not is_integer(k):
+        raise UsageError(f"k must be an integer of at least 1, got {k!r}")
+    if not is_integer(expand, 0):
+        raise UsageError(f"expand must be an integer of at least 0, got {expand!r}")
+    if expand and similarity != "cosine":
+        raise UsageError("expand requires a gallery with cosine similarity")
+    if rerank and k > _MAX_RERANK_K:
+        raise UsageError(f"rerank supports k up to {_MAX_RERANK_K}, got k = {k}")
+    if combine not in (None, "mean", "max"):
+        raise UsageError(f"combine must be mean or max, got {combine!r}")
+    if combine == "max" and (expand or rerank):
+        raise UsageError('combine="max" does not support expand and rerank. Use "mean".')
 
 
 def embed_queries(
@@ -103,9 +125,33 @@ def _crop(images: Sequence[Any], box: Box) -> Any:
     return image.crop((left, top, right, bottom))
 
 
-def find_nearest(
-    search: Callable[[FloatArray, int], Hits], queries: EmbeddedQueries, k: int
-) -> Hits:
+def run_queries(
+    snapshot: AnySnapshot,
+    search: Search,
+    queries: EmbeddedQueries,
+    k: int,
+    combine: Combine | None,
+    expand: int,
+    rerank: bool,
+) -> tuple[Hits, npt.NDArray[np.float32] | None]:
+    """Return the hits of every query and, with `expand` or `rerank`, the scores that order them."""
+    vectors, expanded = queries.vectors, queries
+    if expand:
+        positions = find_nearest(search, queries, expand).positions
+        neighbors = snapshot.vectors(positions.ravel()).reshape(*positions.shape, -1)
+        expanded = queries._replace(vectors=expand_queries(vectors, neighbors).astype(np.float32))
+    hits = find_nearest(search, expanded, max(RERANKED, 2 * k) if rerank else k)
+    if rerank:
+        hits = _rerank(snapshot, expanded.vectors, hits, k)
+    if combine == "max" and len(vectors):
+        hits = _merge(snapshot, vectors, hits)
+    if not (expand or rerank):
+        return hits, None
+    scores = hits.scores.astype(np.float32)
+    return Hits(hits.positions, snapshot.scores(vectors, hits.positions)), scores
+
+
+def find_nearest(search: Search, queries: EmbeddedQueries, k: int) -> Hits:
     """Return the k nearest images of every query, without the query itself."""
     positions = queries.positions
     hits = search(queries.vectors, k + positions.shape[1])
@@ -117,7 +163,7 @@ def find_nearest(
     return merge_hits([others], min(k, own.shape[1]))
 
 
-def merge_queries(snapshot: AnySnapshot, vectors: FloatArray, hits: Hits) -> Hits:
+def _merge(snapshot: AnySnapshot, vectors: FloatArray, hits: Hits) -> Hits:
     """Return the nearest images of all queries as one query; an image has its highest score."""
     width = hits.positions.shape[1]
     positions = np.unique(hits.positions[hits.positions >= 0])
@@ -125,7 +171,7 @@ def merge_queries(snapshot: AnySnapshot, vectors: FloatArray, hits: Hits) -> Hit
     return merge_hits([Hits(positions[None], scores[None])], width)
 
 
-def rerank_hits(snapshot: AnySnapshot, queries: FloatArray, hits: Hits, k: int) -> Hits:
+def _rerank(snapshot: AnySnapshot, queries: FloatArray, hits: Hits, k: int) -> Hits:
     """Return the k nearest hits by k-reciprocal distances."""
     scores = np.full(hits.positions.shape, -np.inf)
     for query, positions, row in zip(queries, hits.positions, scores, strict=True):

@@ -167,7 +167,8 @@ class Snapshot:
             rows = metadata.arrow().array(positions[mask] - self.starts[number])
             for name in result:
                 if name in table.column_names:
-                    result[name][mask] = metadata.values(table[name].take(rows))
+                    column = metadata.values(table[name].take(rows))  # may have lists
+                    result[name][mask] = np.fromiter(column, np.object_, len(column))
         return {name: values.tolist() for name, values in result.items()}
 
     def find_paths(self, table: Any) -> dict[bytes, int]:

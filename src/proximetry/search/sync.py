@@ -115,7 +115,8 @@ def _compare(
         old, stamp = stored.get(path), stamp_of(path)
         if old is not None:
             if stamp is not None and old.is_changed(stamp):
-                same = old.size == stamp.size and old.digest == digest_of(path, stamp)
+                comparable = old.digest is not None and old.size == stamp.size
+                same = comparable and old.digest == digest_of(path, stamp)
                 files.append(_File(row, "touched" if same else "changed", old.position, same))
         elif stamp and stamp.size in sizes and (origins := lost[digest_of(path, stamp) or ""]):
             origin = origins.pop()
