@@ -388,7 +388,7 @@ def make_app(path: Path, *, full_paths: bool = False, wait: bool = True) -> Fast
         dependencies=[Depends(check_loaded)],
         responses=_COMMON,
     )
-    app.state.service, app.state.metrics = service, Metrics()
+    app.state.service = service
     _handle_errors(app)
     _add_search(app, service)
     _add_items(app, service)
@@ -620,9 +620,10 @@ def _add_gallery(app: FastAPI, service: Service) -> None:
         return await service.run(service.describe)
 
     @app.get("/metrics", summary="Metrics, for Prometheus", response_class=PlainTextResponse)
-    async def get_metrics() -> PlainTextResponse:
+    async def get_metrics(request: Request) -> PlainTextResponse:
         images = len(await service.run(service.gallery.current))
-        text = app.state.metrics.render(images, service.gallery.reloads)
+        metrics: Metrics = request.scope.get("proximetry.metrics") or Metrics()
+        text = metrics.render(images, service.gallery.reloads)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     @app.get("/healthz", summary="Health check")
