@@ -37,7 +37,7 @@ class Visit:
 
     def end(self):
         self.context.close()
-        assert self.console == []
+        assert self.console == [], self.console
         assert self.foreign == []
 
 

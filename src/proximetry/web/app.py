@@ -212,6 +212,7 @@ class GalleryInfo(BaseModel):
     suggested: list[int] = Field(description="Ids of some images for the start page.")
     backbone: str
     image_size: list[int] = Field(description="Height and width; empty for vectors.")
+    has_images: bool = Field(description="Whether items have images.")
     searches_images: bool = Field(description="Whether a query can be an uploaded image.")
     calibrated: bool = Field(description="Whether results have probabilities.")
     metrics: dict[str, Any] | None = Field(description="Metrics of the embedder's training run.")
@@ -305,6 +306,7 @@ class Service:
             suggested=summary.suggested,
             backbone=embedder.architecture.backbone,
             image_size=list(embedder.preprocessing.crop) if takes_images else [],
+            has_images=summary.has_images,
             searches_images=takes_images,
             calibrated=gallery.calibration is not None,
             metrics=to_json_value(embedder.metrics),

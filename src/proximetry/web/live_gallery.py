@@ -196,10 +196,10 @@ class LiveGallery:
             state = ()
         current = f'"{hashlib.sha256(repr((path, state, size)).encode()).hexdigest()[:32]}"'
         if not state:
-            return current, _encode(path, size)  # raises ImageError
+            return current, encode_thumbnail(path, size)  # raises ImageError
         if current == etag:
             return current, None
-        encode = _encode if size > _MAX_CACHED_SIDE else _encode_cached
+        encode = encode_thumbnail if size > _MAX_CACHED_SIDE else _cached_thumbnail
         return current, encode(path, size, state)
 
 
@@ -215,7 +215,7 @@ def _build_id(path: Path) -> tuple[str, tuple[int, ...]]:
     return read_manifest(path).embedder, file_state(path / EMBEDDER)
 
 
-def _encode(path: str, size: int, state: tuple[int, ...] = ()) -> EncodedImage:
+def encode_thumbnail(path: str, size: int, state: tuple[int, ...] = ()) -> EncodedImage:
     """Re-encode an image, so that only its pixels are sent."""
     image = thumbnail(path, size)
     buffer = io.BytesIO()
@@ -224,7 +224,7 @@ def _encode(path: str, size: int, state: tuple[int, ...] = ()) -> EncodedImage:
     return buffer.getvalue(), f"image/{kind.lower()}"
 
 
-_encode_cached = lru_cache(maxsize=_MAX_CACHED)(_encode)
+_cached_thumbnail = lru_cache(maxsize=_MAX_CACHED)(encode_thumbnail)
 
 
 def _summarize(gallery: Gallery) -> Summary:
