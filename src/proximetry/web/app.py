@@ -38,8 +38,8 @@ from proximetry.search.duplicates import ROUNDING
 from proximetry.search.prediction import vote
 from proximetry.web.gallery_map import MAX_POINTS, MapError, MapMaker
 from proximetry.web.live_gallery import SIZES, LiveGallery, to_json_value
-from proximetry.web.metrics import Metrics
 from proximetry.web.middleware import MAX_BYTES, error_response
+from proximetry.web.request_metrics import RequestMetrics
 from proximetry.web.searcher import MAX_PIXELS, Box, QueryImage, Searcher, read_query
 
 T = TypeVar("T")
@@ -215,7 +215,9 @@ class GalleryInfo(BaseModel):
     has_images: bool = Field(description="Whether items have images.")
     searches_images: bool = Field(description="Whether a query can be an uploaded image.")
     calibrated: bool = Field(description="Whether results have probabilities.")
-    metrics: dict[str, Any] | None = Field(description="Metrics of the embedder's training run.")
+    metrics: dict[str, Any] | None = Field(
+        description="Metrics of the embedder's training run."
+    )
     explains: bool = Field(description="Whether `/explain` supports the embedder.")
     limits: dict[str, int] = Field(description="The largest upload, in bytes and in pixels.")
 
@@ -624,7 +626,7 @@ def _add_gallery(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", summary="Metrics, for Prometheus", response_class=PlainTextResponse)
     async def get_metrics(request: Request) -> PlainTextResponse:
         images = len(await service.run(service.gallery.current))
-        metrics: Metrics = request.scope.get("proximetry.metrics") or Metrics()
+        metrics: RequestMetrics = request.scope.get("proximetry.metrics") or RequestMetrics()
         text = metrics.render(images, service.gallery.reloads)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 

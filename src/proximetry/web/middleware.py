@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_value, readable_size
-from proximetry.web.metrics import Metrics
+from proximetry.web.request_metrics import RequestMetrics
 
 access_log = logging.getLogger("proximetry.access")
 
@@ -121,7 +121,7 @@ class AccessMiddleware:
         self._hosts = {*_LOOPBACK, *hosts}
         self._root = root_path.rstrip("/")
         self._rate = RateLimit(rate_limit) if rate_limit else None
-        self._metrics = Metrics()
+        self._metrics = RequestMetrics()
         # Cookies are shared by all ports of a host, so names must differ.
         self._cookie = f"proximetry-{hashlib.sha256((token or '').encode()).hexdigest()[:8]}"
         self._requests = self._searches = self._bytes = 0
