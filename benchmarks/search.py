@@ -1,11 +1,15 @@
 """Compare galleries with plain faiss: build time, queries per second, recall@10.
 
 python -m benchmarks.search [--size small] [--index Flat HNSW32 IVF1024,PQ64 BFlat]
+python -m benchmarks.search --effort [--rows 60502] [--dim 512] [--index …]
 python -m benchmarks.search --filters [--rows 20000] [--dim 64] [--per-class 100] [--index …]
 
 The vectors lie around class centers in a low-dimensional subspace, like those of a trained
 embedder. Plain faiss holds the same index in memory and is searched with the same settings. `faiss`
 returns 10 results; `faiss, as many` returns as many candidates as a gallery re-scores.
+
+`--effort` prints a table of recall@10 and queries per second of `ef` and `nprobe`, beside plain
+faiss with the same settings: one query at a time, and 100.
 
 `--filters` measures recall@10 with clusters as labels: without filters, and with filters that allow
 a share of the classes, for queries of allowed classes (near) and of other classes (far). It is
@@ -44,19 +48,19 @@ BATCHES = {"small": (1, 100, 1000), "large": (1, 100)}
 Vectors = npt.NDArray[np.float32]
 
 
-def data(count: int, classes: int, queries: int) -> tuple[Vectors, Vectors]:
+def data(count: int, classes: int, queries: int, dim: int = DIM) -> tuple[Vectors, Vectors]:
     draw = np.random.default_rng(0)
     centers = draw.standard_normal((classes, LATENT), dtype=np.float32)
-    basis = np.linalg.qr(draw.standard_normal((DIM, LATENT)))[0].T.astype(np.float32)
+    basis = np.linalg.qr(draw.standard_normal((dim, LATENT)))[0].T.astype(np.float32)
 
     def some(number: int) -> Vectors:
-        found = np.empty((number, DIM), np.float32)
+        found = np.empty((number, dim), np.float32)
         for start in range(0, number, 65_536):  # in parts: all noise would take 2 GB
             part = found[start : start + 65_536]
             inner = centers[draw.integers(classes, size=len(part))]
             inner = inner + SPREAD * draw.standard_normal(inner.shape, dtype=np.float32)
             part[:] = draw.standard_normal(part.shape, dtype=np.float32)
-            part *= NOISE * np.sqrt(LATENT / DIM)
+            part *= NOISE * np.sqrt(LATENT / dim)
             part += inner @ basis
             part /= np.linalg.norm(part, axis=1, keepdims=True)
         return found
@@ -159,6 +163,65 @@ def compare(
     return truth
 
 
+def efforts(kind: str) -> list[dict[str, int]]:
+    """Return the settings of a table, after those chosen at build time."""
+    if "HNSW" in kind:
+        return [{}, {"ef": 16}, {"ef": 64}, {"ef": 256}]
+    return [{}, {"nprobe": 8}, {"nprobe": 32}, {"nprobe": 128}] if "IVF" in kind else []
+
+
+def measure_effort(kind: str, vectors: Vectors, queries: Vectors, truth: Any, home: Path) -> Any:
+    """Print the rows of a Markdown table for one index; return the exact results."""
+    count, dim = vectors.shape
+    embedder = Embedder.create("vectors", None, weights="none", input_dim=dim)
+    rows = from_columns({"path": [f"/images/{i:08d}.jpg" for i in range(count)]})
+    start = time.perf_counter()
+    gallery = Gallery.build(embedder, rows, home / "gallery", kind, vectors=vectors)
+    built = time.perf_counter() - start
+    (info,) = gallery._snapshot.manifest.segments
+    print(f"\n{kind} → {info.index or 'Flat'}, {count} × {dim}: build {built:.0f} s", flush=True)
+    if truth is None:
+        truth = gallery.search(queries, K, exact=True).ids
+    plain: Any = None
+    if info.index:
+        (file,) = (home / "gallery").glob("segments/*/index.faiss")
+        plain = set_depth(indexes.load_faiss().read_index(str(file)))
+    print("| setting | recall@10 | plain | 1 at a time | plain | 100 at a time | plain |")
+    print("|---|---|---|---|---|---|---|")
+    settings: list[dict[str, Any]] = [*efforts(info.index), {"exact": True}]
+    for options in settings:
+        exact = "exact" in options
+        hnsw, ivf = "HNSW" in info.index, "IVF" in info.index
+        if plain is not None and not exact:
+            if hnsw:
+                plain.hnsw.efSearch = options.get("ef", indexes.EF_SEARCH * info.effort)
+            if ivf:
+                default = indexes.choose_nprobe(plain.nlist) * info.effort
+                plain.nprobe = options.get("nprobe", min(default, plain.nlist))
+        names = [f"{name} = {value}" for name, value in options.items()]
+        cells = ["exact" if exact else ", ".join(names) or f"default, effort {info.effort}"]
+        found = gallery.search(queries, K, **options)
+        cells.append(f"{recall(found.ids, truth):.3f}")
+        with_plain = plain is not None and not exact
+        cells.append(f"{recall(plain.search(queries, K)[1], truth):.3f}" if with_plain else "")
+        for batch, total in ((1, 5 if exact else 200), (100, 100 if exact else 200)):
+
+            def timed(search: Any, batch: int = batch, total: int = total) -> Run:
+                return lambda: [search(queries[i : i + batch]) for i in range(0, total, batch)]
+
+            runs = {"gallery": timed(lambda some: gallery.search(some, K, **options))}  # noqa: B023
+            if with_plain:
+                runs["faiss"] = timed(lambda some: plain.search(some, K))
+            seconds = alternate(runs, 3)
+            cells += [
+                f"{total / seconds[name]:.0f}" if name in seconds else ""
+                for name in ("gallery", "faiss")
+            ]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    shutil.rmtree(home / "gallery")
+    return truth
+
+
 def measure_filters(kind: str, count: int, dim: int, per_class: int, home: Path) -> None:
     """Print recall@10 of one index, one line for each share of allowed classes."""
     draw = np.random.default_rng(0)
@@ -211,8 +274,9 @@ def main() -> None:
     parser.add_argument("--size", choices=tuple(SIZES), help="one size only; default: both")
     parser.add_argument("--index", nargs="+", help="faiss factory strings")
     parser.add_argument("--filters", action="store_true", help="recall@10 of filtered searches")
-    parser.add_argument("--rows", type=int, default=20_000, help="vectors for --filters")
-    parser.add_argument("--dim", type=int, default=64, help="dimensions for --filters")
+    parser.add_argument("--effort", action="store_true", help="recall and time of ef and nprobe")
+    parser.add_argument("--rows", type=int, default=20_000, help="vectors for --effort, --filters")
+    parser.add_argument("--dim", type=int, default=64, help="dimensions for --effort, --filters")
     parser.add_argument("--per-class", type=int, default=100, help="class size for --filters")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     arguments = parser.parse_args()
@@ -220,6 +284,14 @@ def main() -> None:
     faiss = indexes.load_faiss()
     faiss.omp_set_num_threads(arguments.threads)
     print(f"{versions()}, faiss {faiss.__version__}")
+    if arguments.effort:
+        classes = max(1, arguments.rows // 10)
+        vectors, queries = data(arguments.rows, classes, 500, arguments.dim)
+        truth: Any = None
+        with tempfile.TemporaryDirectory(prefix="proximetry-benchmark-") as home:
+            for kind in arguments.index or ("auto",):
+                truth = measure_effort(kind, vectors, queries, truth, Path(home))
+        return
     if arguments.filters:
         with tempfile.TemporaryDirectory(prefix="proximetry-benchmark-") as home:
             for kind in arguments.index or FILTERED:
@@ -228,7 +300,7 @@ def main() -> None:
         return
     for size in [arguments.size] if arguments.size else list(SIZES):
         vectors, queries = data(*SIZES[size], max(BATCHES[size]))
-        truth: Any = None
+        truth = None
         with tempfile.TemporaryDirectory(prefix="proximetry-benchmark-") as home:
             for kind in arguments.index or KINDS:
                 truth = compare(kind, size, vectors, queries, truth, Path(home))

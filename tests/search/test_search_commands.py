@@ -266,3 +266,28 @@ def test_duplicates_lowers_its_threshold_for_distinct_images(near_copies, tmp_pa
 def test_duplicates_without_images_keeps_the_default_threshold(near_copies, call):
     shutil.rmtree("drawn")
     assert "cosine 0.99, not measured" in call("duplicates")
+
+
+def test_search_by_several_images_a_rectangle_and_ids(home, call):
+    call("index", "images", "--model", "model")
+    first, second = "images/class00/0.png", "images/class01/1.png"
+    for combine in ("mean", "max"):
+        lines = call("search", first, second, "--combine", combine, "-k", 3).splitlines()
+        assert lines[0] == f"{combine} of {first}, {second}"
+        assert len(lines) == 5
+        assert {first, second, "images/class00/copy.png"} & {line.split()[-1] for line in lines}
+    (one,) = json.loads(call("search", "--id", 4, "--sheet", "s.png", "--json"))["queries"]
+    assert one["query"] == str(home / "images/class00/copy.png")
+    assert one["results"][0]["path"] == str(home / first)
+    whole = "0,0," + ",".join(map(str, open_image(first).size))
+    assert call("search", first, "--box", whole) == call("search", first)
+    assert call("search", first, "--exact") == call("search", first)
+    ranges = ["--where", "label>=class01", "--where", "label!=class02", "--where", "label<class04"]
+    text = call("search", first, *ranges)
+    assert {line.split()[2] for line in text.splitlines()[2:]} == {"class01", "class03"}
+    for arguments, token in (
+        ([first, "--id", 4], "not both"),
+        ([first, "--nprobe", 4], "nprobe has no effect on index Flat"),
+        ([first, "--box", "3,3,2,2"], "is empty"),
+    ):
+        assert token in call("search", *arguments, code=2)

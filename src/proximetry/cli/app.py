@@ -23,15 +23,15 @@ MAX_MESSAGE = 2000  # characters: a message may quote a long value
 # Each is a module with a function of the same name.
 _COMMANDS = (
     *("calibrate", "check", "compare", "demo", "duplicates", "embed", "evaluate", "explain"),
-    *("export", "extend", "index", "push", "report", "reproduce", "same", "search", "serve"),
-    "train",
+    *("export", "extend", "index", "outliers", "push", "report", "reproduce", "same"),
+    *("search", "serve", "train"),
 )
 # The groups of `proximetry --help`; other commands are advanced.
 _GROUPS = {
     "Train": ("train", "extend", "demo", "recipes", "losses", "backbones"),
     "Evaluate": ("evaluate", "calibrate", "report", "compare", "metrics"),
-    "Search": ("index", "search", "serve", "same", "explain", "duplicates", "embed"),
-    "Data": ("check", "datasets", "cache"),
+    "Search": ("index", "search", "serve", "same", "explain", "gallery", "embed"),
+    "Data": ("check", "duplicates", "outliers", "datasets", "cache"),
     "Faces": ("faces",),
     "Advanced": (),
 }
@@ -49,7 +49,7 @@ def make_app() -> "App":
     """Return the application with all its commands."""
     from cyclopts import App, Group, Parameter
 
-    from proximetry.cli import cache, faces, listings
+    from proximetry.cli import cache, faces, gallery, listings
 
     app = App(
         name="proximetry",
@@ -70,7 +70,7 @@ def make_app() -> "App":
     advanced = groups["Advanced"]
     group_of = {name: groups[title] for title, names in _GROUPS.items() for name in names}
     parents = [(app, commands | listings.COMMANDS)]
-    for module, name in ((faces, "faces"), (cache, "cache")):
+    for module, name in ((faces, "faces"), (gallery, "gallery"), (cache, "cache")):
         parent = App(name=name, help=module.ABOUT, group=group_of[name])
         app.command(parent)
         parents.append((parent, module.COMMANDS))
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"the command line needs cyclopts: {install_hint('train')}", file=sys.stderr)
         return 1
     app = make_app()
-    if not tokens or tokens in (["faces"], ["cache"]):
+    if not tokens or tokens in (["faces"], ["gallery"], ["cache"]):
         app.help_print(tokens)
         return 2
     try:

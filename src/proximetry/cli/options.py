@@ -21,6 +21,7 @@ BatchSize = Annotated[
 ]
 MAX_K = 10_000
 Neighbors = Annotated[int, Parameter(validator=Number(gte=0, lte=MAX_K))]
+SearchEffort = Annotated[int | None, Parameter(validator=Number(gte=1))]
 EmbedderFolder = Annotated[
     Path,
     Parameter(

@@ -54,7 +54,7 @@ def echo(text: str, *, to_stderr: bool = False) -> None:
 
 def print_result(as_json: bool, document: Any, text: str, out: Path | None = None) -> None:
     """Print the document as JSON, or the text; also write the document to ``out``, if any."""
-    content = json.dumps(document, indent=2)
+    content = json.dumps(document, indent=2, default=str)  # such as dates in columns
     if out is not None:
         atomic_write(out, content.encode())
     echo(content if as_json else text)

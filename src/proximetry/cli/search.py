@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -10,12 +10,22 @@ from cyclopts.validators import Number
 from proximetry._util.errors import UsageError
 from proximetry._util.formatting import shorten
 from proximetry.cli.inputs import open_gallery
-from proximetry.cli.options import MAX_K, AsJson, Conditions, Flag, GalleryAddress, Neighbors
+from proximetry.cli.options import (
+    MAX_K,
+    AsJson,
+    Conditions,
+    Flag,
+    GalleryAddress,
+    Neighbors,
+    SearchEffort,
+)
 from proximetry.cli.output import check_out, print_result, progress_bar, relative_path
 from proximetry.search.manifest import GALLERY
 
 if TYPE_CHECKING:
     from proximetry.search import SearchResult
+
+_SHOWN = ("id", "similarity", "score", "probability", "match", "path", "label")
 
 
 def search(
@@ -24,8 +34,15 @@ def search(
     gallery: GalleryAddress = GALLERY,
     model: Path | None = None,
     where: Conditions = (),
+    ids: Annotated[tuple[int, ...], Parameter(name="--id", consume_multiple=False)] = (),
+    combine: Literal["mean", "max"] | None = None,
+    box: tuple[int, int, int, int] | None = None,
     expand: Neighbors = 0,
     rerank: Flag = False,
+    nprobe: SearchEffort = None,
+    ef: SearchEffort = None,
+    refine: SearchEffort = None,
+    exact: Flag = False,
     predict: Flag = False,
     sheet: Path | None = None,
     as_json: AsJson = False,
@@ -33,15 +50,25 @@ def search(
     """Search a gallery for the images most similar to yours.
 
     Args:
-        queries: image files.
+        queries: image files; or one .parquet, .npz or .npy file of vectors.
         k: number of results per query.
         model: the run or embedder that built the gallery; required on Milvus, which does not
             store it.
         where: search only images with this value in a column, such as label=jay. Other operators
             are != < <= > >= and ^= (prefix); quote them. Can be repeated: values of one column
             with = are combined with OR, everything else with AND.
+        ids: search with an image of the gallery instead of QUERIES; results have their ids in the
+            JSON document (--json). Can be repeated.
+        combine: search with all queries as one: by the mean of their vectors, or by the maximum
+            similarity to any of them.
+        box: search with a rectangle of the only image: left,top,right,bottom in pixels.
         expand: query expansion with this number of neighbors.
         rerank: reorder the nearest images by k-reciprocal re-ranking.
+        nprobe: number of lists of an IVF index to search.
+        ef: number of candidates that an HNSW index keeps (efSearch).
+        refine: number of candidates per result to score with the full vectors, for indexes of
+            compressed vectors.
+        exact: scan all vectors instead of using the index.
         predict: also print the most frequent class of the results.
         sheet: also write a contact sheet: a self-contained .html page, or a .png.
     """
@@ -50,8 +77,10 @@ def search(
     from proximetry.search.conditions import parse_conditions
     from proximetry.search.manifest import MANIFEST
 
-    if not queries:
-        raise UsageError("QUERIES is missing. Pass image files.")
+    if bool(queries) == bool(ids):
+        raise UsageError(
+            "pass image files or --id, not both" if ids else "QUERIES is missing. Pass image files."
+        )
     for query in queries:
         if (query / MANIFEST).exists():
             raise UsageError(f"{query} is a gallery. Use proximetry search IMAGE --gallery {query}")
@@ -59,11 +88,31 @@ def search(
     for query in queries:  # before torch is imported
         check_exists(Path(split_shard_path(str(query))[0]))
     opened, conditions = open_gallery(gallery, model), parse_conditions(where)
+    from proximetry.data.vectors import is_vector_file
+    from proximetry.search.vector_files import read_queries
+
+    targets: Any = list(ids or queries)
+    names = [str(query) for query in queries]
+    if len(queries) == 1 and is_vector_file(queries[0]):
+        targets, names = read_queries(opened, queries[0])
     with progress_bar("embedding") as progress:
         result = opened.search(
-            list(queries), k, where=conditions, expand=expand, rerank=rerank, progress=progress
+            targets,
+            k,
+            where=conditions,
+            combine=combine,
+            box=box,
+            expand=expand,
+            rerank=rerank,
+            nprobe=nprobe,
+            ef=ef,
+            refine=refine,
+            exact=exact,
+            progress=progress,
         )
-    names = [str(query) for query in queries]
+    names = names or [str(path) for path in result.queries]
+    if combine is not None:
+        names = [f"{combine} of {', '.join(names if queries else map(str, ids))}"]
     columns = {name: result.column(name) for name in result.columns}
     lists = [(name, _list_results(result, columns, row)) for row, name in enumerate(names)]
     predictions = result.predictions
@@ -80,7 +129,7 @@ def search(
     if sheet is not None:
         from proximetry.search import contact_sheet
 
-        contact_sheet(sheet, names, result)
+        contact_sheet(sheet, result.queries, result)
         tables.append(f"contact sheet: {sheet}")
     document = {
         "gallery": gallery,
@@ -128,7 +177,9 @@ def _no_match(result: "SearchResult") -> str:
 
 
 def _table(name: str, images: Sequence[Mapping[str, Any]], similarity: str) -> str:
-    """Return the results of one query, one per line."""
+    """Return the results of one query, one per line; rows of vectors with all columns."""
+    from proximetry.search.vector_files import is_row
+
     if not images:
         return f"{name}\n  no results"
     labels = [image["label"] or "" for image in images]
@@ -145,5 +196,9 @@ def _table(name: str, images: Sequence[Mapping[str, Any]], similarity: str) -> s
         if "probability" in image:
             line += f"{100 * image['probability']:3.0f} %  "
         line += f"{shorten(label, width):{width}}  " if width else ""
-        lines.append(line + relative_path(image["path"]))
+        line += relative_path(image["path"])
+        if image["path"] and is_row(image["path"]):
+            others = [value for name, value in image.items() if name not in _SHOWN]
+            line += "".join(f"  {shorten(str(value), 60)}" for value in others if value is not None)
+        lines.append(line)
     return "\n".join(lines)

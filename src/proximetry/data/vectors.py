@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -161,6 +163,23 @@ def holds_vectors(file: Path) -> bool:
     return name is not None and types[name] and (name == COLUMN or "path" not in types)
 
 
+def is_vector_file(source: str | os.PathLike[str]) -> bool:
+    """Return whether a source is a file of vectors without paths of images."""
+    file = Path(source).expanduser()
+    return file.is_file() and holds_vectors(file) and not _holds_paths(file)
+
+
+def _holds_paths(file: Path) -> bool:
+    names: Collection[str] = parquet_columns(file)
+    with suppress(OSError, ValueError, EOFError, BadZipFile):  # reported when it is read
+        if file.suffix.lower() == ".npz":
+            with np.load(file, allow_pickle=False) as arrays:
+                names = arrays.files
+        elif file.suffix.lower() == ".npy":
+            names = read_json(rows_file(file), _MAX_JSON_BYTES)
+    return any(name in names for name in _NAMES["paths"])
+
+
 def parquet_columns(file: Path) -> dict[str, bool]:
     """Return the columns of a Parquet file and whether each holds lists; {} if it has none."""
     try:
@@ -180,6 +199,30 @@ def label_names(labels: Iterable[Any]) -> tuple[str, ...]:
     """Return labels as strings: the number 7 is "7"."""
     plain = (label.item() if hasattr(label, "item") else label for label in labels)
     return tuple("" if label is None else str(label) for label in plain)
+
+
+def read_rows(file: Path) -> tuple[npt.NDArray[np.float32], dict[str, Any]]:
+    """Read the vectors of a file, and all its other columns by name; labels are optional."""
+    if file.suffix.lower() == ".parquet":
+        vectors, columns = _read_parquet_columns(file)
+    elif file.suffix.lower() == ".npz":
+        vectors = load_arrays(file)["vectors"]
+        with np.load(file, allow_pickle=False) as arrays:
+            other = [name for name in arrays.files if name not in _NAMES["vectors"]]
+            columns = {name: arrays[name].tolist() for name in other}
+    else:
+        vectors, description = load_arrays(file)["vectors"], rows_file(file)
+        columns = _read_lists(description) if description.exists() else {}
+    singular = {name: column for column, field in FIELDS.items() for name in _NAMES[field]}
+    columns = {singular.get(name, name): values for name, values in columns.items()}
+    if columns.get("label") is not None:
+        columns["label"] = [name or None for name in label_names(columns["label"])]
+    no_labels = ["-"] * len(vectors)
+    checked = VectorCatalog.from_arrays(vectors, no_labels, source=str(file)).vectors
+    for name, values in columns.items():
+        if len(values) != len(checked):
+            raise UsageError(f"{file}: {len(values)} {name} for {len(checked)} vectors")
+    return checked, columns
 
 
 def _flag(value: Any) -> Any:
@@ -223,38 +266,51 @@ def _read_arrays(file: Path) -> tuple[Any, dict[str, Any]]:
         raise UsageError(
             f"{file} has no labels: {description.name} is missing beside it, with a list of labels"
         )
+    rows = _read_lists(description)
+    return vectors, {name: rows[name] for name in FIELDS.values() if name in rows}
+
+
+def _read_lists(description: Path) -> dict[str, list[Any]]:
     try:
         rows = read_json(description, _MAX_JSON_BYTES)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not isinstance(rows, dict) or not all(isinstance(v, list) for v in rows.values()):
         raise UsageError(f"{description} must hold lists: labels, optionally splits and paths")
-    return vectors, {name: rows[name] for name in FIELDS.values() if name in rows}
+    return rows
 
 
 def _read_parquet(file: Path) -> tuple[Any, dict[str, Any]]:
+    vectors, columns = _read_parquet_columns(file, "label")
+    names = _names_of(columns)
+    return vectors, {field: columns[name] for field, name in names.items()}
+
+
+def _read_parquet_columns(file: Path, required: str = "") -> tuple[Any, dict[str, Any]]:
+    """Return vectors and columns; with a required column, only those of `_NAMES`."""
     try:
         present = parquet.read_schema(file).names
         names = _names_of(present)
-        for field, expected in (("vectors", COLUMN), ("labels", "label")):
-            if field not in names:
+        for field, expected in (("vectors", COLUMN), ("labels", required)):
+            if expected and field not in names:
                 raise UsageError(f"{file} has no column {expected!r}; it has {join_first(present)}")
-        table = parquet.read_table(file, columns=[*names.values()])
-        column = table[names.pop("vectors")].combine_chunks()
+        table = parquet.read_table(file, columns=[*names.values()] if required else None)
+        column = table[names["vectors"]].combine_chunks()
         sizes = {len(row) if row is not None else 0 for row in column}
         if len(sizes) != 1:
             raise UsageError(f"{file}: the vectors have {len(sizes)} different lengths")
         flat = column.flatten().to_numpy(zero_copy_only=False)
-        fields = {
+        columns = {
             # Text that is not UTF-8 is bytes in Parquet.
-            field: [decode(v) if isinstance(v, bytes) else v for v in table[name].to_pylist()]
-            for field, name in names.items()
+            name: [decode(v) if isinstance(v, bytes) else v for v in table[name].to_pylist()]
+            for name in table.column_names
+            if name != names["vectors"]
         }
     except (arrow.ArrowException, OSError, ValueError) as error:
         if isinstance(error, UsageError | FileNotFoundError):
             raise
         raise UsageError(f"{file} is not a readable Parquet file: {error}") from error
-    return np.asarray(flat).reshape(len(column), sizes.pop()), fields
+    return np.asarray(flat).reshape(len(column), sizes.pop()), columns
 
 
 _READERS = {".npz": _read_arrays, ".npy": _read_arrays, ".parquet": _read_parquet}

@@ -23,7 +23,7 @@ from proximetry.data import ImageError, open_image
 from proximetry.data.loader import parallel_map
 from proximetry.health.embedded_images import EmbeddedImages
 from proximetry.health.finding import Finding
-from proximetry.health.label_model import LabelModel
+from proximetry.metrics.label_model import LabelModel
 from proximetry.search.duplicates import ROUNDING
 
 MIN_COSINE = 0.75  # of candidates; half-size copies of photographs have about 0.8

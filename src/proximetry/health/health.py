@@ -24,7 +24,7 @@ from proximetry.health.embedded_images import EmbeddedImages
 from proximetry.health.file_findings import tiny_images, unreadable_images
 from proximetry.health.finding import KINDS, Finding, suggest_once
 from proximetry.health.label_errors import label_findings
-from proximetry.health.label_model import MIN_CLASS_SIZE, fit_labels
+from proximetry.metrics.label_model import MIN_CLASS_SIZE, fit_labels
 from proximetry.models import Embedder
 from proximetry.models.weights import packaged_backbone
 from proximetry.search.indexing import load_model

@@ -8,7 +8,7 @@ import numpy as np
 
 from proximetry.health.embedded_images import EmbeddedImages
 from proximetry.health.finding import Finding
-from proximetry.health.label_model import LabelModel
+from proximetry.metrics.label_model import LabelModel
 
 MIN_PROBABILITY = 0.5  # that a label is wrong
 MIN_CONFIDENCE = 0.7  # in the best class; else the image is dropped

@@ -22,6 +22,7 @@ from proximetry.metrics._search.problem import connected_components
 from proximetry.metrics._search.similarities import full_precision
 from proximetry.models import Embedder
 from proximetry.search.exact import FloatArray, Part, Scores, Store, as_similarities, take
+from proximetry.search.new_images import stamp_of
 from proximetry.search.segment import prepare_vectors
 from proximetry.search.snapshot import Snapshot
 
@@ -59,6 +60,20 @@ class Duplicates:
     paths: dict[int, str]
     threshold: float
     threshold_source: str = ""
+
+    def to_remove(self) -> list[str]:
+        """Return the files of all images but one per group: the largest file, else the first id."""
+        removed: list[str] = []
+        for group in self.groups:
+            paths = [self.paths[number] for number in sorted(group.tolist())]
+            kept = max(paths, key=_file_size)  # the first of equal ones
+            removed += [path for path in paths if path != kept]
+        return removed
+
+
+def _file_size(path: str) -> int:
+    stamp = stamp_of(path)
+    return -1 if stamp is None else stamp.size
 
 
 def find_duplicates(

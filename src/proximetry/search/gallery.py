@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 
@@ -19,29 +20,29 @@ from proximetry._util.formatting import join_first, pluralize
 from proximetry._util.machine import resolve_device
 from proximetry._util.types import IntArray, Progress, is_integer
 from proximetry.metrics.calibration import Calibration
-from proximetry.metrics.reranking import RERANKED, expand_queries, k_reciprocal_distances
 from proximetry.models import Embedder
 from proximetry.models.constants import Similarity
-from proximetry.models.preprocessing import ImageSource
 from proximetry.models.storage import read_calibration, read_description
 from proximetry.search import indexes, metadata
 from proximetry.search.conditions import Where
 from proximetry.search.duplicates import Duplicates, find_duplicates
-from proximetry.search.exact import FloatArray, Hits, as_similarities, merge_hits
+from proximetry.search.effort import Effort, measure_recall
+from proximetry.search.exact import FloatArray, Hits, as_similarities
 from proximetry.search.manifest import (
     EMBEDDER,
+    GRACE,
     STAGING,
     Manifest,
     Report,
     check_new_folder,
+    commit,
     ignore,
     is_milvus,
-    read_manifest,
     remove_stale_files,
-    retire,
     write_lock,
     write_manifest,
 )
+from proximetry.search.merge import merge_galleries
 from proximetry.search.new_images import (
     BadImages,
     Images,
@@ -49,22 +50,29 @@ from proximetry.search.new_images import (
     NewImages,
     SkippedImage,
     Vectors,
-    as_vectors,
     stamp_of,
 )
+from proximetry.search.outliers import LabelError, Outlier, find_label_errors, find_outliers
 from proximetry.search.prediction import Prediction
+from proximetry.search.queries import (
+    Box,
+    Combine,
+    Queries,
+    check_options,
+    embed_queries,
+    run_queries,
+)
+from proximetry.search.relocation import remap_paths
 from proximetry.search.search_result import SearchResult
-from proximetry.search.segment import check_segment, prepare_vectors
+from proximetry.search.segment import check_segment
 from proximetry.search.snapshot import Snapshot, merge_small_segments
+from proximetry.search.sync import Changes, sync_images
+from proximetry.search.versions import Version, find_version, list_versions, prune_versions
 
 if TYPE_CHECKING:
     from proximetry.search.milvus import Collection
 
     AnySnapshot: TypeAlias = Snapshot | Collection
-
-Queries: TypeAlias = "ImageSource | Sequence[ImageSource] | Vectors"
-
-_MAX_RERANK_K = 1000  # re-ranking compares twice this number of images
 
 
 class Gallery:
@@ -162,11 +170,13 @@ class Gallery:
             segment = new_images.write(folder, manifest)
             prefix = "auto → " if index == "auto" else ""
             new_images.report(indexes.describe(segment.index, segment.rows, segment.recall, prefix))
-            manifest = dataclasses.replace(manifest, next_id=segment.rows, segments=(segment,))
+            manifest = dataclasses.replace(
+                manifest, next_id=segment.rows, segments=(segment,), created=time.time()
+            )
             write_manifest(folder, manifest)
             # No other process has staged vectors before the manifest exists.
             shutil.rmtree(folder / STAGING, ignore_errors=True)
-            remove_stale_files(folder, manifest)
+            remove_stale_files(folder, manifest, GRACE)
             built = cls(folder, str(folder), Snapshot(folder, manifest))
             built._embedder, built.skipped = embedder, new_images.skipped
             return built
@@ -194,6 +204,31 @@ class Gallery:
             opened._check_embedder(embedder, "the embedder")
             opened._embedder = embedder
         return opened
+
+    @classmethod
+    def merge(
+        cls,
+        galleries: Sequence[Gallery | str | os.PathLike[str]],
+        path: str | os.PathLike[str],
+        index: str | None = None,
+        *,
+        progress: Progress | None = None,
+        report: Report | None = None,
+    ) -> Gallery:
+        """Merge galleries of one embedder into a new one, in a new or empty folder.
+
+        Images get new ids. Of an image in several galleries, the first is kept.
+
+        Args:
+            galleries: galleries or their folders.
+            path: the new folder.
+            index: as in `build`; by default that of the galleries if it is the same, else "auto".
+            progress: called with (done, total) while the index is built.
+            report: called with messages, such as the index.
+        """
+        opened = [one if isinstance(one, Gallery) else cls.open(one) for one in galleries]
+        merge_galleries(opened, path, index, progress or ignore, report or ignore)
+        return cls.open(path)
 
     @property
     def version(self) -> str:
@@ -301,6 +336,13 @@ class Gallery:
             raise UsageError(f"no image of the gallery {self.name} has the id {missing}")
         return positions
 
+    def _check_local(self, method: str) -> Snapshot:
+        """Return the snapshot of a gallery in a folder; raise UsageError for one on Milvus."""
+        snapshot, _ = self._snapshot, self._snapshot.manifest  # raises if the gallery is closed
+        if not isinstance(snapshot, Snapshot):
+            raise UsageError(f"{method} is not supported on Milvus: {self.name}")
+        return snapshot
+
     def count_labels(self) -> dict[str, int]:
         """Return the number of images of each class; for galleries in folders."""
         assert isinstance(self._snapshot, Snapshot)
@@ -324,19 +366,53 @@ class Gallery:
             The paths of missing files, and of files whose size or modification time has changed
             since they were embedded.
         """
-        snapshot = self._snapshot
-        if not isinstance(snapshot, Snapshot):
-            raise UsageError(f"check_files is not supported on Milvus: {self.name}")
+        snapshot = self._check_local("check_files")
         missing: list[str] = []
         changed: list[str] = []
-        root = os.path.dirname(metadata.absolute(os.path.join(folder, "image")))
-        for path, size, modified in snapshot.stamps_below(root):
-            stamp = stamp_of(path)
+        for file in snapshot.files(snapshot.positions_below(folder)):
+            stamp = stamp_of(file.path)
             if stamp is None:
-                missing.append(path)
-            elif size is not None and (size, modified) != (stamp.size, stamp.modified):
-                changed.append(path)
+                missing.append(file.path)
+            elif file.is_changed(stamp):
+                changed.append(file.path)
         return missing, changed
+
+    def sync(
+        self, images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], **options: Any
+    ) -> Changes:
+        """Update the gallery to the files of folders, in one atomic change.
+
+        Adds new files, embeds changed ones again, and removes images below the folders whose files
+        are missing. Moved files, which have the same content as a missing one, keep their vectors
+        and metadata. All of these get new ids. Galleries on Milvus do not support this.
+
+        Args:
+            images: folders; or image files and tables, whose missing images are not removed.
+            **options: `bad_images`, `batch_size`, `progress` and `report` as in `build`.
+        """
+        sources = [images] if isinstance(images, str | os.PathLike) else images
+        missing = options.get("bad_images") == "skip"
+        table, _ = metadata.from_sources(sources, allow_missing=missing)
+        return sync_images(self, table, [*filter(os.path.isdir, sources)], **options)
+
+    def remap_paths(
+        self, new: str | os.PathLike[str], old: str | os.PathLike[str] | None = None
+    ) -> int:
+        """Replace the start of paths after images were moved; return the number of images.
+
+        Ids do not change. Galleries on Milvus do not support this.
+
+        Args:
+            new: the folder of the images now.
+            old: the folder before; by default the common folder of all images.
+        """
+        self._check_local("remap_paths")
+        with write_lock(self.path, ignore):
+            snapshot = self._open_for_writing()
+            former = None if old is None else os.fspath(old)
+            manifest, count = remap_paths(snapshot, former, os.path.abspath(new))
+            self._commit(manifest)
+            return count
 
     def add(
         self,
@@ -407,7 +483,9 @@ class Gallery:
             manifest = snapshot.manifest
             if not replace:
                 self._check_new(snapshot, new_images.table)
-            elif old := snapshot.find_paths(new_images.table):
+            old = snapshot.find_paths(new_images.table)
+            old |= snapshot.find_paths(metadata.from_columns({"path": new_images.replaced}))
+            if old:
                 manifest = snapshot.mark_deleted(snapshot.ids(np.array(sorted(old.values()))))
             segment = new_images.write(self.path, manifest)
             first, end = manifest.next_id, manifest.next_id + segment.rows
@@ -452,10 +530,38 @@ class Gallery:
 
     def _commit(self, manifest: Manifest) -> None:
         """Commit a change; requires the lock."""
-        manifest = retire(read_manifest(self.path), manifest)
-        write_manifest(self.path, manifest)
-        self._snapshot = Snapshot(self.path, manifest)
-        remove_stale_files(self.path, manifest)
+        self._snapshot = Snapshot(self.path, commit(self.path, manifest))
+
+    def versions(self) -> list[Version]:
+        """Return the current version, last, and those replaced within a day."""
+        self._check_local("versions")
+        return list_versions(self.path)
+
+    def rollback(self, number: int | None = None) -> None:
+        """Return to an earlier version of `versions`, by default the one before the current one.
+
+        The result is a new version, so a rollback can be undone.
+        """
+        self._check_local("rollback")
+        with write_lock(self.path, ignore):
+            self._commit(find_version(self.path, number))
+
+    def prune(self, keep: float = 0.0) -> None:
+        """Remove versions that were replaced at least `keep` seconds ago, to free disk space."""
+        self._check_local("prune")
+        with write_lock(self.path, ignore):
+            prune_versions(self.path, keep)
+
+    def close(self) -> None:
+        """Close all files; the gallery cannot be used afterwards."""
+        closed: Any = _Closed(self.name)
+        self._snapshot, self._embedder = closed, None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def verify(self, progress: Progress | None = None) -> None:
         """Verify the checksums of all files of the current version; raise ValueError if damaged."""
@@ -470,24 +576,39 @@ class Gallery:
         k: int = 10,
         *,
         where: Where | None = None,
+        combine: Combine | None = None,
+        box: Box | None = None,
         expand: int = 0,
         rerank: bool = False,
+        nprobe: int | None = None,
+        ef: int | None = None,
+        refine: int | None = None,
+        exact: bool = False,
         batch_size: int = 64,
         progress: Progress | None = None,
     ) -> SearchResult:
         """Return the k nearest images of every query.
 
         Args:
-            queries: one image or several (paths, PIL images, uint8 arrays), or vectors of the
-                gallery's embedder as a float array or tensor, [dim] or [n, dim].
+            queries: one or several images (paths, PIL images, uint8 arrays); ids of the gallery,
+                which are excluded from their own results; or vectors of the gallery's embedder as a
+                float array or tensor, [dim] or [n, dim].
             k: number of results per query.
             where: by column, a value, several values combined with OR, or operators; all must
                 match: ``{"label": ["jay", "crow"], "year": {">=": 1999, "<": 2005}}``. Operators
                 are ``=``, ``!=``, ``<``, ``<=``, ``>``, ``>=`` and ``^=`` (prefix).
+            combine: search with all queries as one: "mean" of their vectors, or "max" similarity
+                to any of them.
+            box: search with a rectangle of the only image: left, top, right, bottom in pixels.
             expand: query expansion with this number of neighbors (`metrics.expand_queries`).
             rerank: order the nearest images by `metrics.k_reciprocal_distances`. With `expand` or
                 `rerank`, results are ordered by their `scores`; `similarities` are still those to
                 the original query.
+            nprobe: number of lists of an IVF index to search.
+            ef: number of candidates that an HNSW index keeps (efSearch).
+            refine: number of candidates per result to score with the full vectors, for indexes of
+                compressed vectors.
+            exact: scan all vectors instead of using the index.
             batch_size: images per forward pass.
             progress: called with (done, total) while images are embedded.
 
@@ -496,29 +617,13 @@ class Gallery:
             >>> result.ids.tolist()
             [[0, 1], [1, 0]]
         """
-        if not is_integer(k):
-            raise UsageError(f"k must be an integer of at least 1, got {k!r}")
-        if not is_integer(expand, 0):
-            raise UsageError(f"expand must be an integer of at least 0, got {expand!r}")
-        if expand and self.similarity != "cosine":
-            raise UsageError("expand requires a gallery with cosine similarity")
-        if rerank and k > _MAX_RERANK_K:
-            raise UsageError(f"rerank supports k up to {_MAX_RERANK_K}, got k = {k}")
+        check_options(self.similarity, k, combine, expand, rerank)
         snapshot = self._snapshot
-        allowed = snapshot.select(where or {})
-        images, vectors = self._embed_queries(queries, batch_size, progress or ignore)
-        expanded = vectors
-        if expand:
-            positions = snapshot.search(vectors, int(expand), allowed).positions
-            neighbors = snapshot.vectors(positions.ravel()).reshape(*positions.shape, -1)
-            expanded = expand_queries(vectors, neighbors).astype(np.float32)
-        hits = snapshot.search(expanded, max(RERANKED, 2 * int(k)) if rerank else int(k), allowed)
-        if rerank:
-            hits = _rerank(snapshot, expanded, hits, int(k))
-        scores = None
-        if expand or rerank:
-            scores = hits.scores.astype(np.float32)
-            hits = Hits(hits.positions, snapshot.scores(vectors, hits.positions))
+        find = self._searcher(snapshot, Effort(nprobe, ef, refine, exact), where)
+        embedded = embed_queries(
+            self, snapshot, queries, box, combine, batch_size, progress or ignore
+        )
+        hits, scores = run_queries(snapshot, find, embedded, int(k), combine, int(expand), rerank)
         calibration = self.calibration
         prior = 0.5
         if calibration is not None:  # without classes, as many as in the calibration
@@ -529,35 +634,50 @@ class Gallery:
             self.similarity,
             tuple(snapshot.columns),
             scores,
-            images,
+            embedded.images,
             calibration,
             prior,
             _positions=hits.positions,
             _take=snapshot.take,
         )
 
-    def _embed_queries(
-        self, queries: Any, batch_size: int, progress: Progress
-    ) -> tuple[Sequence[Any], FloatArray]:
-        """Return the images of the queries, None for those that are vectors; and the vectors."""
-        if "float" in str(getattr(queries, "dtype", "")) and queries.ndim in (1, 2):
-            queries = queries.reshape(-1, queries.shape[-1])
-            images: Sequence[Any] = [None] * len(queries)
-            vectors = as_vectors(queries, len(queries), self.dim)
-        else:
-            images = [queries] if self.embedder.is_single(queries) else list(queries)
-            try:
-                vectors = self.embedder.encode(
-                    images, batch_size, progress=lambda done: progress(done, len(images))
-                ).numpy()
-            except ValueError as error:
-                cause = error.__cause__
-                raise UsageError(str(cause if isinstance(cause, ValueError) else error)) from error
-        return images, prepare_vectors(vectors, self._snapshot.manifest)
+    def _searcher(
+        self, snapshot: AnySnapshot, effort: Effort, where: Where | None
+    ) -> Callable[[FloatArray, int], Hits]:
+        """Return a function of (vectors, k) that searches the allowed images."""
+        allowed = snapshot.select(where or {})
+        if not any(value is not None and value is not False for value in effort):
+            return lambda vectors, k: snapshot.search(vectors, k, allowed)
+        if not isinstance(snapshot, Snapshot):
+            raise UsageError("nprobe, ef, refine and exact are not supported on Milvus")
+        effort.check(self._indexes())
+        return lambda vectors, k: snapshot.search(vectors, k, allowed, effort)
 
-    def predict(
-        self, queries: Queries, k: int = 10, *, where: Where | None = None
-    ) -> list[Prediction]:
+    def recall(
+        self,
+        sample: int = 1000,
+        k: int = 10,
+        *,
+        nprobe: int | None = None,
+        ef: int | None = None,
+        refine: int | None = None,
+    ) -> float:
+        """Return recall@k of searches compared with exact ones, for a sample of the images.
+
+        Arguments are as in `search`. A neighbor as near as the exact k-th one is right.
+
+        Examples:
+            >>> Gallery.open("gallery").recall(k=2)
+            1.0
+        """
+        for name, value in (("sample", sample), ("k", k)):
+            if not is_integer(value):
+                raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
+        snapshot, effort = self._check_local("recall"), Effort(nprobe, ef, refine)
+        effort.check(self._indexes())
+        return measure_recall(snapshot, int(sample), int(k), effort)
+
+    def predict(self, queries: Queries, k: int = 10, **options: Any) -> list[Prediction]:
         """Predict the class of every query by a majority vote of its k nearest images.
 
         Images without a class do not vote; ties go to the class of the nearer image. Arguments are
@@ -567,7 +687,7 @@ class Gallery:
             >>> Gallery.open("gallery").predict(np.array([0.9, 0.3]), k=3)
             [Prediction(label='jay', votes=2, neighbors=3)]
         """
-        return self.search(queries, k, where=where).predictions
+        return self.search(queries, k, **options).predictions
 
     def serve(self, host: str = "127.0.0.1", port: int = 8000, token: str | None = None) -> None:
         """Serve the search page of the gallery until Ctrl-C; see `proximetry.web.serve`."""
@@ -599,6 +719,35 @@ class Gallery:
         load_embedder = (lambda: self.embedder) if stored else None
         return find_duplicates(snapshot, load_embedder, threshold, progress or ignore)
 
+    def outliers(self, *, progress: Progress | None = None) -> list[Outlier]:
+        """Find images that are far from all others, the farthest first.
+
+        Their log distance to the 10 nearest images is over three robust standard deviations above
+        the median.
+        """
+        return find_outliers(self._snapshot, progress or ignore)
+
+    def label_errors(self, *, progress: Progress | None = None) -> list[LabelError]:
+        """Find images whose label disagrees with those of their neighbors, the surest first.
+
+        Returns those whose label is wrong with a probability above one half, by the model of
+        `proximetry check`.
+        """
+        return find_label_errors(self._snapshot, progress or ignore)
+
+
+class _Closed:
+    """In place of the snapshot of a closed gallery."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise UsageError(f"the gallery {self._name} is closed. Open it again.")
+
+    def __len__(self) -> int:
+        return int(self.__getattr__("__len__"))
+
 
 def _with_stored_columns(snapshot: AnySnapshot, table: Any) -> Any:
     """Return the rows of files with their metadata in the gallery."""
@@ -606,14 +755,3 @@ def _with_stored_columns(snapshot: AnySnapshot, table: Any) -> Any:
     positions = np.array([existing.get(path, -1) for path in table["path"].to_pylist()], np.int64)
     columns = snapshot.take(positions, snapshot.columns)
     return metadata.from_columns({**columns, "path": metadata.values(table["path"])})
-
-
-def _rerank(snapshot: AnySnapshot, queries: FloatArray, hits: Hits, k: int) -> Hits:
-    """Return the k nearest hits by k-reciprocal distances."""
-    scores = np.full(hits.positions.shape, -np.inf)
-    for query, positions, row in zip(queries, hits.positions, scores, strict=True):
-        valid = positions >= 0
-        if valid.any():
-            vectors = snapshot.vectors(positions[valid])
-            row[valid] = -k_reciprocal_distances(query[None], vectors)[0]
-    return merge_hits([Hits(hits.positions, scores)], min(k, hits.positions.shape[1]))

@@ -32,12 +32,12 @@ class _Cell(NamedTuple):
     lines: tuple[str, ...]  # below the image
 
 
-def contact_sheet(file: Path, queries: Sequence[str], result: SearchResult) -> None:
+def contact_sheet(file: Path, queries: Sequence[Any], result: SearchResult) -> None:
     """Write a contact sheet atomically.
 
     Args:
         file: a self-contained .html page, or a .png image.
-        queries: the image file of each query.
+        queries: the image of each query.
         result: the search results.
     """
     if file.suffix.lower() not in (".html", ".png"):
@@ -57,7 +57,7 @@ def draw_sheet(result: SearchResult) -> Image.Image:
     return _draw(_rows(result.queries, result))
 
 
-def group_sheet(file: Path, groups: Sequence[Sequence[str | None]]) -> int:
+def group_sheet(file: Path, groups: Sequence[Sequence[str | None]], title: str) -> int:
     """Write groups of images as an HTML page, one row each; return the number of groups shown."""
     existing = [[path for path in group if path] for group in groups]  # None: removed since
     paths = [path for group in existing for path in group]
@@ -68,7 +68,7 @@ def group_sheet(file: Path, groups: Sequence[Sequence[str | None]]) -> int:
         [_Cell(path, (os.path.relpath(path, root),)) for path in group[:_MAX_CELLS]]
         for group in existing[:count]
     ]
-    atomic_write(file, _page(rows, f"Duplicates: {len(rows)} of {len(groups)} groups", query=False))
+    atomic_write(file, _page(rows, f"{title}: {len(rows)} of {len(groups)} groups", query=False))
     return len(rows)
 
 

@@ -136,6 +136,17 @@ def build(
     write(built, os.fspath(file))
 
 
+def knobs(index: str) -> list[str]:
+    """Return the arguments of `Gallery.search` that change the effort of an index."""
+    found = ["nprobe"] * ("IVF" in index) + ["ef"] * ("HNSW" in index)
+    return found + ["refine"] * is_compressed(index)
+
+
+def is_compressed(index: str) -> bool:
+    """Return whether an index has coarser vectors, so that candidates are re-scored."""
+    return index == BINARY or any(part in index for part in ("PQ", "SQ", "PCA"))
+
+
 def compressed_candidates(k: int) -> int:
     """Return the number of candidates for k results from an index of compressed vectors."""
     return 10 * max(k, 10)
@@ -165,24 +176,36 @@ class Index:
                 raise FileNotFoundError(2, "No such file", str(file)) from error
             raise ValueError(f"{file} is damaged: {_reason(error)}") from error
 
-    def count(self, k: int) -> int:
+    def count(self, k: int, refine: int | None = None) -> int:
         """Return the number of candidates for k results: more for coarser codes."""
-        if self._binary:
-            return num_candidates(k) * self.effort
-        coarse = any(part in self.kind for part in ("PQ", "SQ", "PCA"))
-        return compressed_candidates(k) * self.effort if coarse else k
+        if not is_compressed(self.kind):
+            return k
+        if refine is not None:
+            return k * refine
+        default = num_candidates(k) if self._binary else compressed_candidates(k)
+        return default * self.effort
 
-    def candidates(self, queries: npt.NDArray[np.float32], k: int, share: float = 1.0) -> IntArray:
+    def candidates(
+        self,
+        queries: npt.NDArray[np.float32],
+        k: int,
+        share: float = 1.0,
+        *,
+        nprobe: int | None = None,
+        ef: int | None = None,
+        refine: int | None = None,
+    ) -> IntArray:
         """Return the rows of probable neighbors, [queries, n]; −1 if there are fewer.
 
         If only a share of all rows is allowed, n grows so that about twice `count(k)` of the
         returned rows are allowed if these are spread evenly.
         """
         oversampling = 2 / share if share < 1 else 1.0
-        count = min(math.ceil(self.count(k) * oversampling), self._index.ntotal)
+        count = min(math.ceil(self.count(k, refine) * oversampling), self._index.ntotal)
         points = binary_codes(queries) if self._binary else queries
         faiss, single = load_faiss(), "HNSW" in self.kind and len(queries) == 1
-        threads, parameters = faiss.omp_get_max_threads(), self._parameters(count, oversampling)
+        threads = faiss.omp_get_max_threads()
+        parameters = self._parameters(count, oversampling, nprobe, ef)
         if single:  # waking other threads takes longer than one graph search
             faiss.omp_set_num_threads(1)
         try:
@@ -192,16 +215,19 @@ class Index:
                 faiss.omp_set_num_threads(threads)
         return np.asarray(rows)
 
-    def _parameters(self, count: int, oversampling: float) -> Any:
+    def _parameters(
+        self, count: int, oversampling: float, nprobe: int | None, ef: int | None
+    ) -> Any:
         faiss = load_faiss()
         index, transformed = self._index, isinstance(self._index, faiss.IndexPreTransform)
         if transformed:
             index = faiss.downcast_index(index.index)
         if isinstance(index, faiss.IndexIVF):
-            nprobe = math.ceil(choose_nprobe(index.nlist) * self.effort * oversampling)
-            inner = faiss.SearchParametersIVF(nprobe=min(nprobe, index.nlist))
+            default = math.ceil(choose_nprobe(index.nlist) * self.effort * oversampling)
+            inner = faiss.SearchParametersIVF(nprobe=min(nprobe or default, index.nlist))
         elif isinstance(index, faiss.IndexHNSW):
-            inner = faiss.SearchParametersHNSW(efSearch=max(EF_SEARCH * self.effort, 2 * count))
+            default = max(EF_SEARCH * self.effort, 2 * count)
+            inner = faiss.SearchParametersHNSW(efSearch=ef or default)
         else:
             return None
         return faiss.SearchParametersPreTransform(index_params=inner) if transformed else inner

@@ -11,12 +11,14 @@ from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_int
 from proximetry._util.types import Progress
 from proximetry.data import Catalog
+from proximetry.data.vectors import is_vector_file
 from proximetry.models import Embedder
 from proximetry.models.weights import packaged_backbone
 from proximetry.search import metadata
 from proximetry.search.gallery import Gallery
 from proximetry.search.manifest import EMBEDDER, GALLERY, MANIFEST, Report, is_milvus
 from proximetry.search.new_images import BadImages
+from proximetry.search.sync import Changes, sync_images
 
 Model: TypeAlias = Embedder | str | os.PathLike[str] | None
 """An embedder, a source of `Embedder.load`, or None."""
@@ -28,6 +30,7 @@ def index(
     model: Model = None,
     *,
     index: str | None = None,
+    sync: bool = False,
     columns: Mapping[str, str] | None = None,
     bad_images: BadImages = "error",
     batch_size: int = 64,
@@ -39,11 +42,13 @@ def index(
 
     Args:
         images: a folder, image file, CSV or Parquet table or tar file, several of these, or a
-            catalog.
+            catalog; or a .parquet, .npz or .npy file of vectors with any other columns, for a
+            gallery without images.
         out: folder or Milvus address of the gallery; by default the folder "gallery".
         model: an embedder, or any source of `Embedder.load`. By default the gallery's embedder or,
             for a new gallery, a pretrained network from an installed package.
         index: as in `Gallery.build`; None is "auto", or the index of the gallery.
+        sync: also update changed and moved files, and remove missing ones (`Gallery.sync`).
         columns: a table's column names by field if they differ, as in ``{"path": "file"}``.
         bad_images: "error" stops at unreadable images, "skip" lists them in `Gallery.skipped`.
         batch_size: images per forward pass.
@@ -62,6 +67,17 @@ def index(
         >>> gallery.search("green.png", k=1).ids
         array([[1]])
     """
+    sources: Sequence[str | os.PathLike[str]] = []
+    from proximetry.search.vector_files import index_vectors  # imports this module
+
+    out = GALLERY if out is None else out
+    if isinstance(images, str | os.PathLike) and is_vector_file(images):
+        return index_vectors(
+            *(Path(images), out, model, index, device),
+            batch_size=batch_size,
+            progress=progress,
+            report=report,
+        )[0]
     if isinstance(images, Catalog):
         table = metadata.from_images(images)
     else:
@@ -73,7 +89,8 @@ def index(
             report(note)
     options: dict[str, Any] = {"bad_images": bad_images, "batch_size": batch_size}
     options |= {"progress": progress, "report": report}
-    return index_table(table, GALLERY if out is None else out, model, index, device, **options)[0]
+    folders = [*filter(os.path.isdir, sources)] if sync else None
+    return index_table(table, out, model, index, device, folders, **options)[0]
 
 
 def index_table(
@@ -82,32 +99,46 @@ def index_table(
     model: Model,
     index: str | None,
     device: str | None,
-    *,
-    report: Report,
+    folders: Sequence[str | os.PathLike[str]] | None,
     **options: Any,
-) -> tuple[Gallery, int]:
-    """Build a gallery of a table of images, or add the new ones; return it and the number added."""
+) -> tuple[Gallery, Changes]:
+    """Build a gallery of a table of images, or update it; return it and what has changed."""
     if not is_gallery(out):
-        embedder = load_model(model, out, device, report)
-        gallery = Gallery.build(embedder, table, out, index or "auto", report=report, **options)
-        return gallery, len(gallery)
+        embedder = load_model(model, out, device, options["report"])
+        gallery = Gallery.build(embedder, table, out, index or "auto", **options)
+        return gallery, Changes(len(gallery))
     load = model is not None or (device is not None and not is_milvus(out))
-    gallery = Gallery.open(out, load_model(model, out, device, report) if load else None)
+    gallery = Gallery.open(out, load_model(model, out, device, options["report"]) if load else None)
     if index not in (None, gallery.index) and (index, gallery.index) != ("auto", "BFlat"):
         raise UsageError(
             f"the gallery {out} was built with --index {gallery.index}. Omit --index, or choose "
             "another --gallery."
         )
-    is_indexed = gallery.contains(metadata.values(table["path"]))
-    if any(is_indexed):
-        report(f"{format_int(sum(is_indexed))} images are already in {out}")
-    if all(is_indexed):
-        return gallery, 0
-    rows = [row for row, done in enumerate(is_indexed) if not done]
-    added = len(gallery.add(table.take(metadata.arrow().array(rows)), report=report, **options))
+    return gallery, update(gallery, table, folders, **options)
+
+
+def update(
+    gallery: Gallery,
+    table: Any,
+    folders: Sequence[str | os.PathLike[str]] | None,
+    **options: Any,
+) -> Changes:
+    """Add the new images of a table to a gallery; with folders, synchronize these."""
+    gallery.skipped = []
+    if folders is not None:
+        changes = sync_images(gallery, table, folders, **options)
+    else:
+        is_indexed = gallery.contains(metadata.values(table["path"]))
+        if any(is_indexed):
+            options["report"](f"{format_int(sum(is_indexed))} images are already in {gallery.name}")
+        if all(is_indexed):
+            return Changes()
+        rows = [row for row, done in enumerate(is_indexed) if not done]
+        new = table.take(metadata.arrow().array(rows))
+        changes = Changes(len(gallery.add(new, **options)))
     if gallery.needs_compaction:
-        gallery.compact(progress=options["progress"], report=report)
-    return gallery, added
+        gallery.compact(progress=options["progress"], report=options["report"])
+    return changes
 
 
 def is_gallery(path: str | os.PathLike[str]) -> bool:
@@ -120,14 +151,22 @@ def is_gallery(path: str | os.PathLike[str]) -> bool:
 
 
 def load_model(
-    model: Model, out: str | os.PathLike[str], device: str | None, report: Report
+    model: Model,
+    out: str | os.PathLike[str],
+    device: str | None,
+    report: Report,
+    *,
+    takes_images: bool = True,
 ) -> Embedder:
-    """Return the embedder for a gallery: `model`, else the gallery's, else a pretrained one."""
+    """Return the embedder for a gallery: `model`, else the gallery's, else a pretrained one.
+
+    With `takes_images`, raise UsageError for an embedder of vectors.
+    """
     if model is None:
         stored = Path(out) / EMBEDDER
         model = stored if is_gallery(out) and stored.exists() else packaged_backbone()
     embedder = model if isinstance(model, Embedder) else Embedder.load(model, device)
-    if not embedder.takes_images:
+    if takes_images and not embedder.takes_images:
         name = "the embedder" if isinstance(model, Embedder) else model
         raise UsageError(
             f"{name} takes {embedder.preprocessing}, not images. Pass an embedder of images."

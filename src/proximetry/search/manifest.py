@@ -26,6 +26,7 @@ from proximetry._util.files import (
     check_format,
     final_name,
     json_with_checksum,
+    name_write_errors,
     read_json,
 )
 from proximetry._util.formatting import format_value, join_first
@@ -39,8 +40,8 @@ MANIFEST = "gallery.json"
 LOCK = "gallery.lock"
 LOCK_SECONDS = 60.0  # how long a writer waits for another one
 GRACE = 86_400.0
-"""Seconds for which replaced segments and staged vectors are kept for readers on other hosts."""
-EMBEDDER, STAGING, SEGMENTS = "embedder", "staging", "segments"
+"""Seconds for which replaced versions, for readers on other hosts, and staged vectors are kept."""
+EMBEDDER, STAGING, SEGMENTS, VERSIONS = "embedder", "staging", "segments", "versions"
 FILES = {
     "vectors": "vectors.npy",
     "ids": "ids.npy",
@@ -51,6 +52,7 @@ FILES = {
 _MAX_BYTES = 10_000_000
 _NAME = re.compile("[0-9a-f]{32}")
 _DELETED = re.compile(r"deleted-[0-9a-f]{32}\.npy")
+_VERSION = re.compile(r"(\d+)-(\d+)\.json")  # number, and the time when it was replaced
 
 Report = Callable[[str], None]
 
@@ -114,13 +116,27 @@ class Manifest:
     next_id: int = 0
     segments: tuple[SegmentInfo, ...] = ()  # in ascending order of ids
     deleted: DeletedIds | None = None  # removed ids that are still in a segment
-    retired: Mapping[str, float] = field(default_factory=dict)  # time of each replaced segment
+    # Time of each replaced segment, and file of deleted ids.
+    retired: Mapping[str, float] = field(default_factory=dict)
+    number: int = 1  # of the version
+    created: float = 0.0  # time of the change
 
     @property
     def version(self) -> str:
-        """An identifier that differs after every change, since file names do."""
-        files = [info.name for info in self.segments], self.deleted and self.deleted.name
-        return hashlib.sha256(repr((self.embedder, files)).encode()).hexdigest()
+        """An identifier that differs after every change."""
+        return hashlib.sha256(repr((self.embedder, self.number, self._files)).encode()).hexdigest()
+
+    @property
+    def _files(self) -> list[str]:
+        """The names of the files that only some versions have."""
+        deleted = [self.deleted.name] if self.deleted else []
+        return [info.name for info in self.segments] + deleted
+
+    @property
+    def images(self) -> int:
+        """The number of images."""
+        total = sum(info.rows for info in self.segments)
+        return total - (self.deleted.count if self.deleted else 0)
 
 
 def is_milvus(path: str | os.PathLike[str]) -> bool:
@@ -142,6 +158,10 @@ def read_manifest(folder: Path) -> Manifest:
         elif (find_embedder(folder) / DESCRIPTION).exists():
             reason = f"it is an embedder. Build one: proximetry index IMAGES --model {folder}"
         raise UsageError(f"{folder} is not a gallery: {reason}")
+    return _read(path)
+
+
+def _read(path: Path) -> Manifest:
     try:
         content = read_json(path, _MAX_BYTES)
     except ValueError as error:
@@ -155,10 +175,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedGalleryError(path, error) from error
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Replace the manifest, which commits a change."""
+def write_manifest(folder: Path, manifest: Manifest, name: str = MANIFEST) -> None:
+    """Replace the manifest, which commits a change, or write a replaced one."""
     content = {"format": FORMAT, "version": VERSION, "proximetry": __version__}
-    atomic_write(folder / MANIFEST, json_with_checksum({**content, "gallery": asdict(manifest)}))
+    atomic_write(folder / name, json_with_checksum({**content, "gallery": asdict(manifest)}))
 
 
 def _parse(values: dict[str, Any]) -> Manifest:
@@ -173,7 +193,8 @@ def _parse(values: dict[str, Any]) -> Manifest:
         if not _DELETED.fullmatch(deleted.name):
             raise ValueError(f"invalid file of deleted ids {format_value(deleted.name)}")
     manifest = Manifest(**{**values, "segments": tuple(segments), "deleted": deleted})
-    names = [*(segment.name for segment in segments), *manifest.retired]
+    retired = [name for name in manifest.retired if not _DELETED.fullmatch(name)]
+    names = [*(segment.name for segment in segments), *retired]
     if invalid := [name for name in names if not _NAME.fullmatch(name)]:
         raise ValueError(f"invalid segment {format_value(invalid[0])}")
     return manifest
@@ -219,25 +240,50 @@ def check_new_folder(folder: Path) -> None:
         )
 
 
-def retire(before: Manifest, after: Manifest) -> Manifest:
-    """Return the new manifest with the replaced segments, which are kept for `GRACE` seconds."""
-    now = time.time()
-    recent = {name: since for name, since in before.retired.items() if now - since < GRACE}
-    names = {segment.name for segment in after.segments}
-    replaced = [segment.name for segment in before.segments if segment.name not in names]
-    return replace(after, retired=recent | dict.fromkeys(replaced, now))
+def commit(folder: Path, manifest: Manifest) -> Manifest:
+    """Replace the current version, which is kept for `GRACE` seconds; requires the lock."""
+    before, now = read_manifest(folder), time.time()
+    retired = {**before.retired, **dict.fromkeys(before._files, now)}
+    retired = {
+        name: since
+        for name, since in retired.items()
+        if name not in manifest._files and now - since < GRACE
+    }
+    manifest = replace(manifest, retired=retired, number=before.number + 1, created=now)
+    with name_write_errors(folder / VERSIONS):
+        (folder / VERSIONS).mkdir(exist_ok=True)
+    kept = replace(before, retired={})  # else many versions would take much space
+    write_manifest(folder, kept, f"{VERSIONS}/{before.number}-{int(now)}.json")
+    write_manifest(folder, manifest)
+    remove_stale_files(folder, manifest, GRACE)
+    return manifest
 
 
-def remove_stale_files(folder: Path, manifest: Manifest) -> None:
-    """Remove files that are not in the manifest and old staged vectors; requires the lock."""
-    current = {*(segment.name for segment in manifest.segments), *manifest.retired}
+def _kept_versions(folder: Path) -> dict[int, tuple[Path, int]]:
+    """Return the files of the replaced versions, and when they were replaced, by number."""
+    matches = [(path, _VERSION.fullmatch(path.name)) for path in (folder / VERSIONS).glob("*.json")]
+    return {int(match[1]): (path, int(match[2])) for path, match in matches if match}
+
+
+def read_versions(folder: Path) -> list[Manifest]:
+    """Return the kept versions, the current one last."""
+    current = read_manifest(folder)
+    kept = sorted(_kept_versions(folder).items())
+    return [*(_read(path) for number, (path, _) in kept if number < current.number), current]
+
+
+def remove_stale_files(folder: Path, manifest: Manifest, grace: float) -> None:
+    """Remove versions after `grace` seconds, and old staged vectors; requires the lock."""
+    for path, since in _kept_versions(folder).values():
+        if time.time() - since >= grace:
+            path.unlink(missing_ok=True)
+    current = {*manifest._files, *manifest.retired}
     for path in (folder / SEGMENTS).glob("*"):
         if _NAME.fullmatch(path.name) and path.name not in current:
             shutil.rmtree(path, ignore_errors=True)
-    deleted = manifest.deleted.name if manifest.deleted else ""
-    for path in folder.iterdir():
-        stale = _DELETED.fullmatch(path.name) and path.name != deleted
-        if stale or final_name(path) == MANIFEST:
+    for path in (*folder.iterdir(), *(folder / VERSIONS).glob(".*")):
+        stale = _DELETED.fullmatch(path.name) and path.name not in current
+        if stale or (path.is_file() and final_name(path)):
             with suppress(OSError):
                 path.unlink()
     # Vectors of interrupted additions that were not repeated.

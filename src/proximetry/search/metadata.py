@@ -19,14 +19,17 @@ from proximetry._util.errors import UsageError, suggest
 from proximetry._util.formatting import format_value, join_first
 from proximetry._util.imports import import_optional
 from proximetry._util.types import Progress
-from proximetry.data import FIELDS, Catalog, VectorCatalog
+from proximetry.data import FIELDS, Catalog
 from proximetry.data.folders import SEPARATOR, split_shard_path
 from proximetry.data.image_files import find_catalog, find_images
+from proximetry.data.vectors import is_vector_file
 from proximetry.search.conditions import Condition, Where, parse_where
 from proximetry.search.manifest import DamagedGalleryError
 
 STAMP = ("_size", "_modified")  # hidden columns: size and mtime of each file when it was embedded
-_RESERVED = ("id", "similarity", "score", *STAMP)  # names that results and galleries use
+DIGEST = "_digest"  # of its content, for files that are moved
+HIDDEN = (*STAMP, DIGEST)
+_RESERVED = ("id", "similarity", "score", *HIDDEN)  # names that results and galleries use
 
 Mask = npt.NDArray[np.bool_]
 _COMPARE = {"<": "less", "<=": "less_equal", ">": "greater", ">=": "greater_equal"}
@@ -80,11 +83,11 @@ def from_sources(
     names = [os.fspath(source) for source in sources]
     tables, notes = list[Any](), list[str]()
     for name in names:
+        if is_vector_file(name):
+            raise UsageError(f"{name} has vectors without paths. Pass it alone, or pass images.")
         catalog = find_catalog(
             Path(name).expanduser(), columns, allow_missing=allow_missing, progress=progress
         )
-        if isinstance(catalog, VectorCatalog) and not catalog.has_paths:
-            raise UsageError(f"{name} has vectors without paths. Pass images instead.")
         if catalog is not None:
             tables.append(from_images(catalog))
             notes += catalog.remarks()
@@ -133,12 +136,13 @@ def _array(values: Sequence[Any], is_text: bool) -> Any:
     return pa.array(values)
 
 
-def with_stamps(table: Any, stamps: Sequence[Any]) -> Any:
-    """Add size and mtime of each file, from `new_images.Stamp`, null if unknown."""
+def with_files(table: Any, stamps: Sequence[Any], digests: Sequence[str | None]) -> Any:
+    """Add size, mtime and digest of each file (`new_images.Stamp`), null if unknown."""
+    pa = arrow()
     for name in STAMP:
         column = [stamp and getattr(stamp, name[1:]) for stamp in stamps]
-        table = table.append_column(name, arrow().array(column, arrow().int64()))
-    return table
+        table = table.append_column(name, pa.array(column, pa.int64()))
+    return table.append_column(DIGEST, _array(digests, is_text=True))
 
 
 def encode(text: str) -> bytes:

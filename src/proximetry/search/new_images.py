@@ -13,6 +13,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
@@ -81,6 +82,7 @@ class NewImages:
         embedded: whether vectors were passed.
         has_labels: whether classes were passed with a list of files.
         only_files: whether the images are files without metadata.
+        replaced: paths of other images of the gallery to remove in the same change.
     """
 
     def __init__(
@@ -109,8 +111,10 @@ class NewImages:
         self.progress, self.report = progress or ignore, report or ignore
         self.warn = report or (lambda line: warnings.warn(line, stacklevel=3))
         self.skipped: list[SkippedImage] = []
+        self.replaced: Sequence[str] = ()
         self._bad_images, self._batch_size = bad_images, batch_size
         self._stamps: list[Stamp | None] = [None] * len(self.table)
+        self._digests: list[str | None] = [None] * len(self.table)
         self._chunks: list[FloatArray] = []
         self._files: dict[int, Path] = {}
         self._rows = np.full(len(self.table), -1, np.int64)
@@ -163,9 +167,17 @@ class NewImages:
         readable = np.flatnonzero(self._rows >= 0)
         self.table = self.table.take(metadata.arrow().array(readable))
         self._rows, self._stamps = self._rows[readable], [self._stamps[i] for i in readable]
+        with ThreadPoolExecutor() as pool:
+            paths = metadata.values(self.table["path"])
+            self._digests = [*pool.map(digest_of, paths, self._stamps)]
         if required and not len(self.table):
             count = pluralize(len(self.skipped), "image")
             raise ValueError(f"{count} cannot be read: {self.skipped[0]}")
+
+    def stage(self, images: IntArray, vectors: FloatArray, fingerprint: str, gallery: Path) -> None:
+        """Stage known vectors of some of the images for `embed`."""
+        paths = metadata.values(self.table["path"].take(metadata.arrow().array(images)))
+        _write(gallery / STAGING / fingerprint[:32], vectors, [*map(stamp_of, paths)])
 
     def _reuse(self, folder: Path) -> list[IntArray]:
         """Load the staged vectors; return the other images in chunks.
@@ -211,7 +223,7 @@ class NewImages:
         return write_segment(
             folder,
             manifest,
-            metadata.with_stamps(self.table, self._stamps),
+            metadata.with_files(self.table, self._stamps, self._digests),
             np.arange(first, first + count),
             self.blocks(manifest),
             indexes.resolve(manifest.index, count),
@@ -313,6 +325,18 @@ def stamp_of(path: str) -> Stamp | None:
     size, modified = status.st_size, status.st_mtime_ns
     key = repr((size, modified, status.st_ctime_ns, status.st_ino, path))
     return Stamp(size, modified, metadata.encode(key))
+
+
+def digest_of(path: str, stamp: Stamp | None) -> str | None:
+    """Return the digest of a file with this stamp; None if it has changed, or for a shard."""
+    if stamp is None or split_shard_path(path)[1]:
+        return None
+    try:
+        with open(path, "rb") as stream:
+            digest = hashlib.file_digest(stream, "blake2b").hexdigest()[:32]
+    except OSError:
+        return None
+    return digest if stamp_of(path) == stamp else None
 
 
 def _write(folder: Path, vectors: FloatArray, stamps: Sequence[Stamp | None]) -> Path:

@@ -74,7 +74,7 @@ class SearchResult:
         if name not in self.columns:
             raise ValueError(f"no column {name!r}. Columns: {', '.join(self.columns)}.")
         values = self._take(self._positions.ravel(), [name])[name]
-        return np.array(values, np.object_).reshape(self.ids.shape)
+        return np.fromiter(values, np.object_, len(values)).reshape(self.ids.shape)
 
     @cached_property
     def paths(self) -> npt.NDArray[np.object_]:

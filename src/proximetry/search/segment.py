@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -85,6 +86,28 @@ def write_segment(
     sync_folder(parent)
     sync_folder(parent.parent)
     return SegmentInfo(name, count, index, longest, files, effort, recall)
+
+
+def copy_segment(folder: Path, info: SegmentInfo, table: Any) -> SegmentInfo:
+    """Write a segment with other metadata; its other files are links to those of `info`."""
+    copied = replace(info, name=uuid4().hex)
+    parent, files = folder / SEGMENTS / copied.name, info.paths(folder)
+    with name_write_errors(parent):
+        parent.mkdir()
+        for kind, file in copied.paths(folder).items():
+            if kind == "rows":
+                with file.open("wb") as stream:
+                    metadata.write(table, stream)
+                rows = _flush(file)
+                continue
+            try:
+                os.link(files[kind], file)
+            except OSError:  # the file system has no links
+                shutil.copyfile(files[kind], file)
+                _flush(file)
+    sync_folder(parent)
+    sync_folder(parent.parent)
+    return replace(copied, files={**info.files, "rows": rows})
 
 
 def _save(file: Path, array: npt.NDArray[Any]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.search import indexes, metadata
 from proximetry.search.conditions import Where
+from proximetry.search.effort import Effort
 from proximetry.search.exact import FloatArray, Hits, Mask, Part, Scores, Store, merge_hits, take
 from proximetry.search.manifest import DamagedGalleryError, Manifest, ignore, read_manifest
 from proximetry.search.segment import (
@@ -28,13 +29,31 @@ from proximetry.search.segment import (
     write_segment,
 )
 
+if TYPE_CHECKING:
+    from proximetry.search.new_images import Stamp
+
 MAX_SCAN_ENTRIES = 1 << 24
 """Maximum rows × dimensions for scanning the rows that a filter allows: 10 ms per query."""
 SCAN_FACTOR = 64
 """Scan if (allowed rows)² < SCAN_FACTOR × k × rows, where an index is not faster."""
 MAX_MERGED_ROWS = 65_536  # of small segments: written in a second
+_DEFAULT = Effort()
 _MIN_FILTERED_K = 10  # of a search in an index, to estimate the allowed share near a query
 _MAX_GATHERED = 0.5  # share of a segment up to which allowed rows are gathered, else masked
+
+
+class StoredFile(NamedTuple):
+    """The file of an image when it was embedded; unknown values are None."""
+
+    position: int
+    path: str
+    size: int | None
+    modified: int | None
+    digest: str | None
+
+    def is_changed(self, stamp: Stamp) -> bool:
+        """Return whether size or modification time differ."""
+        return self.size is not None and (self.size, self.modified) != stamp[:2]
 
 
 class Snapshot:
@@ -148,7 +167,8 @@ class Snapshot:
             rows = metadata.arrow().array(positions[mask] - self.starts[number])
             for name in result:
                 if name in table.column_names:
-                    result[name][mask] = metadata.values(table[name].take(rows))
+                    column = metadata.values(table[name].take(rows))  # may have lists
+                    result[name][mask] = np.fromiter(column, np.object_, len(column))
         return {name: values.tolist() for name, values in result.items()}
 
     def find_paths(self, table: Any) -> dict[bytes, int]:
@@ -160,7 +180,7 @@ class Snapshot:
     @cached_property
     def columns(self) -> list[str]:
         """The names of all columns."""
-        return [name for name in self.table.column_names if name not in metadata.STAMP]
+        return [name for name in self.table.column_names if name not in metadata.HIDDEN]
 
     def count_labels(self) -> dict[str, int]:
         """Return the number of images of each class."""
@@ -178,14 +198,19 @@ class Snapshot:
         counts = np.array([*self.count_labels().values()], np.float64)
         return float(np.square(counts / counts.sum()).sum()) if len(counts) > 1 else 0.0
 
-    def stamps_below(self, folder: str) -> Iterator[tuple[str, int | None, int | None]]:
-        """Yield path, size and mtime of the images below a folder when they were embedded."""
-        prefix = metadata.encode(os.path.join(folder, ""))
+    def positions_below(self, folder: str | os.PathLike[str]) -> IntArray:
+        """Return the positions of the images below a folder."""
+        root = os.path.dirname(metadata.absolute(os.path.join(folder, "image")))
+        prefix = metadata.encode(os.path.join(root, ""))
         mask = metadata.arrow("pyarrow.compute").starts_with(self.table["path"], prefix)
-        positions = np.flatnonzero(np.asarray(mask) & self.alive)
-        return zip(*self.take(positions, ["path", *metadata.STAMP]).values(), strict=True)
+        return np.flatnonzero(np.asarray(mask) & self.alive)
 
-    def search(self, queries: FloatArray, k: int, allowed: Any) -> Hits:
+    def files(self, positions: IntArray) -> Iterator[StoredFile]:
+        """Yield the files at positions, as they were when they were embedded."""
+        columns = self.take(positions, ["path", *metadata.STAMP, metadata.DIGEST]).values()
+        return map(StoredFile, positions.tolist(), *columns)
+
+    def search(self, queries: FloatArray, k: int, allowed: Any, effort: Effort = _DEFAULT) -> Hits:
         """Return the k nearest of the allowed rows, by an index or an exact scan."""
         k = min(k, self.max_k)
         scanned: list[Part] = []
@@ -199,16 +224,23 @@ class Snapshot:
             elif count < total:
                 part = part._replace(allowed=mask)
             few = count < total and count * self.manifest.dim <= MAX_SCAN_ENTRIES
-            if segment.index is None or few or count**2 < SCAN_FACTOR * k * total:
+            few |= count**2 < SCAN_FACTOR * k * total
+            if segment.index is None or few or effort.exact:
                 scanned.append(part)
             else:
-                hits.append(self._search_index(segment.index, part, mask, queries, k))
+                hits.append(self._search_index(segment.index, part, mask, queries, k, effort))
         if scanned or not hits:
             hits.append(self.store.search(scanned, queries, k))
         return hits[0] if len(hits) == 1 else merge_hits(hits, k)
 
     def _search_index(
-        self, index: indexes.Index, part: Part, mask: Mask, queries: FloatArray, k: int
+        self,
+        index: indexes.Index,
+        part: Part,
+        mask: Mask,
+        queries: FloatArray,
+        k: int,
+        effort: Effort,
     ) -> Hits:
         """Return the k nearest of the allowed rows among the candidates of an index.
 
@@ -217,9 +249,11 @@ class Snapshot:
         """
         count = int(np.count_nonzero(mask))
         share, n = count / len(mask), k if count == len(mask) else max(k, _MIN_FILTERED_K)
-        rows = index.candidates(queries, n, share)
+        nprobe, ef, refine, _ = effort
+        rows = index.candidates(queries, n, share, nprobe=nprobe, ef=ef, refine=refine)
         matches = (rows >= 0) & mask[rows]
-        few = matches.sum(1) < min(index.count(n), count)
+        expected = n if nprobe else index.count(n, refine)
+        few = matches.sum(1) < min(expected, count)
         few |= matches[:, : math.ceil(2 * n / share)].sum(1) < min(n, count)
         # In descending order, the positions of allowed candidates come before the −1 of others.
         positions = np.sort(np.where(matches, rows + part.start, -1), axis=1)[:, ::-1]

@@ -1,0 +1,97 @@
+"""`merge_galleries`: write the images of several galleries of one embedder as a new gallery."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from proximetry._util.errors import UsageError
+from proximetry._util.files import name_write_errors
+from proximetry._util.formatting import pluralize
+from proximetry._util.tensors import chunks
+from proximetry._util.types import Progress
+from proximetry.search import indexes, metadata
+from proximetry.search.exact import FloatArray
+from proximetry.search.manifest import (
+    EMBEDDER,
+    Manifest,
+    Report,
+    check_new_folder,
+    write_lock,
+    write_manifest,
+)
+from proximetry.search.segment import BLOCK, write_segment
+
+if TYPE_CHECKING:
+    from proximetry.search.gallery import Gallery
+
+
+def merge_galleries(
+    galleries: Sequence[Gallery],
+    out: str | os.PathLike[str],
+    index: str | None,
+    progress: Progress,
+    report: Report,
+) -> None:
+    """Merge galleries; see `Gallery.merge`."""
+    if not galleries:
+        raise UsageError("no galleries. Pass at least one.")
+    snapshots = [gallery._check_local("merge") for gallery in galleries]
+    first = snapshots[0].manifest
+    for gallery, snapshot in zip(galleries, snapshots, strict=True):
+        if snapshot.manifest.embedder != first.embedder:
+            raise UsageError(
+                f"{gallery.name} and {galleries[0].name} have different embedders. Index the "
+                "images again with one of them."
+            )
+    alive = [snapshot.allowed_positions(snapshot.alive) for snapshot in snapshots]
+    table = metadata.concat(
+        [
+            snapshot.table.take(metadata.arrow().array(positions))
+            for snapshot, positions in zip(snapshots, alive, strict=True)
+        ]
+    )
+    total, keep = len(table), _first_rows(table["path"])
+    if not len(keep):
+        raise UsageError("no images in the galleries")
+    table = table.take(metadata.arrow().array(keep))
+    owners = np.repeat(np.arange(len(alive)), [*map(len, alive)])[keep]
+    positions = np.concatenate(alive)[keep]
+
+    def blocks() -> Iterator[FloatArray]:
+        for number, snapshot in enumerate(snapshots):
+            own = positions[owners == number]
+            for part in chunks(len(own), BLOCK):
+                yield snapshot.vectors(own[part])
+
+    folder, kinds = Path(out), {gallery.index for gallery in galleries}
+    index = index or (kinds.pop() if len(kinds) == 1 else "auto")
+    check_new_folder(folder)
+    indexes.check(index, first.dim, len(keep))
+    with name_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with write_lock(folder, report):
+        check_new_folder(folder)
+        shutil.copytree(galleries[0].path / EMBEDDER, folder / EMBEDDER, dirs_exist_ok=True)
+        manifest = Manifest(first.embedder, first.similarity, first.dim, index)
+        kind = indexes.resolve(index, len(keep))
+        ids = np.arange(len(keep))
+        segment = write_segment(folder, manifest, table, ids, blocks(), kind, progress)
+        report(indexes.describe(segment.index, segment.rows, segment.recall))
+        if len(keep) < total:
+            report(f"{pluralize(total - len(keep), 'image')} in several galleries, kept once")
+        manifest = replace(manifest, next_id=segment.rows, segments=(segment,), created=time.time())
+        write_manifest(folder, manifest)
+
+
+def _first_rows(paths: Any) -> Any:
+    """Return the first row of every path, in ascending order."""
+    _, first = np.unique(np.array(paths.to_pylist(), np.object_), return_index=True)
+    return np.sort(first)

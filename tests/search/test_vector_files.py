@@ -1,0 +1,121 @@
+"""Galleries of vectors with any columns and without images; embedders from ONNX files."""
+
+import datetime
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from proximetry import index
+from proximetry._util.errors import UsageError
+from proximetry.models import Embedder
+from proximetry.search import Gallery, contact_sheet
+from tests.search.conftest import make_embedder, make_vectors
+
+COUNT, DIM = 40, 8
+COLUMNS = {
+    "text": [f"sentence number {number}" for number in range(COUNT)],
+    "url": [f"https://example.org/{number}" for number in range(COUNT)],
+    "year": [2000 + number % 10 for number in range(COUNT)],
+    "day": [datetime.date(2024, 1, 1 + number % 30) for number in range(COUNT)],
+    "tags": [["a", "b"][: number % 3] for number in range(COUNT)],
+}
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(make_vectors(COUNT).ravel()), DIM)
+    parquet.write_table(pa.table({**COLUMNS, "embedding": vectors}), tmp_path / "texts.parquet")
+    np.savez(tmp_path / "queries.npz", vectors=make_vectors(COUNT)[[3, 17]])
+    return tmp_path
+
+
+def test_vectors_with_columns_are_indexed_and_searched(home, call):
+    text = call("index", "texts.parquet")
+    assert "gallery: 40 images, 40 new" in text
+    assert "gallery: 40 images, 0 new" in call("index", "texts.parquet")
+    lines = call("search", "queries.npz", "-k", 2).splitlines()
+    assert lines[0] == "queries.npz#0"
+    assert lines[2].split()[:3] == ["1", "1.0000", "texts.parquet#3"]
+    assert "sentence number 3  https://example.org/3  2003" in lines[2]
+    words = ["--where", "year>=2005", "--where", "text^=sentence", "--id", 17, "-k", 3, "--json"]
+    (query,) = json.loads(call("search", *words))["queries"]
+    assert query["query"] == f"{home}/texts.parquet#17"
+    assert all(one["year"] >= 2005 for one in query["results"])
+    assert {"text", "url", "year", "day", "tags"} <= query["results"][0].keys()
+    gallery = Gallery.open("gallery")
+    assert gallery.rows([5])["day"] == [datetime.date(2024, 1, 6)]
+    assert gallery.rows([5])["tags"] == [["a", "b"]]
+    result = gallery.search(make_vectors(2, seed=4), 3)
+    contact_sheet(home / "s.html", result.queries, result)
+    assert "texts.parquet#" in (home / "s.html").read_text()
+    assert result.show().size[0] > 100
+    assert gallery.outliers() is not None
+    assert "0 groups" in call("duplicates", "--threshold", "0.9999")
+
+
+@pytest.mark.parametrize("suffix", ["npz", "npy"])
+def test_numpy_files_of_vectors(home, suffix):
+    labels = [f"class{number % 4}" for number in range(COUNT)]
+    if suffix == "npz":
+        arrays = {"labels": labels, "url": COLUMNS["url"], "year": COLUMNS["year"]}
+        np.savez("v.npz", vectors=make_vectors(COUNT), **arrays)
+    else:
+        np.save("v.npy", make_vectors(COUNT))
+        text = json.dumps({"labels": labels, "url": COLUMNS["url"], "year": COLUMNS["year"]})
+        (home / "v.npy.json").write_text(text)
+    gallery = index(f"v.{suffix}", "g", report=lambda line: None)
+    assert gallery.columns == ["path", "label", "url", "year"]
+    assert gallery.count_labels()["class3"] == 10
+    assert gallery.ids({"year": {"<": 2001}}).tolist() == [0, 10, 20, 30]
+    assert gallery.predict(make_vectors(COUNT)[7], 1)[0].label == "class3"
+    np.save("plain.npy", make_vectors(COUNT))
+    assert index("plain.npy", "h", report=lambda line: None).columns == ["path", "label"]
+
+
+def test_vectors_of_an_image_embedder_are_searched_with_images(home, images):
+    embedder = make_embedder()
+    files = sorted(map(str, images.rglob("*.png")))[:10]
+    np.savez("v.npz", vectors=embedder.encode(files).numpy(), name=files)
+    gallery = index("v.npz", "g", embedder, report=lambda line: None)
+    assert gallery.search(files[4], 1).column("name").tolist() == [[files[4]]]
+    with pytest.raises(UsageError, match="did not build"):
+        index("v.npz", "g", make_embedder(seed=1), report=lambda line: None)
+    np.save("short.npy", np.ones((4, 3)))
+    with pytest.raises(UsageError, match="vectors of 3 dimensions"):
+        index("short.npy", "h", embedder, report=lambda line: None)
+
+
+def test_embedders_of_vectors_embed_files_and_queries(home, call):
+    Embedder.create("vectors", 4, weights="none", input_dim=DIM).save("model")
+    call("index", "texts.parquet", "--model", "model")
+    assert Gallery.open("gallery").dim == 4
+    lines = call("search", "queries.npz", "-k", 1).splitlines()
+    assert [line.split()[1:3] for line in (lines[2], lines[6])] == [
+        ["1.0000", "texts.parquet#3"],
+        ["1.0000", "texts.parquet#17"],
+    ]
+
+
+def test_onnx_embedders_of_images(home, call, images):
+    make_embedder().export_onnx("images.onnx")
+    call("index", images, "--model", "images.onnx", "--gallery", "h")
+    query = sorted(images.rglob("*.png"))[5]
+    assert str(query) in call("search", query, "--gallery", "h", "-k", 1)
+    again = Gallery.open("h").search(query, 1)
+    assert again.similarities[0, 0] > 0.9999
+
+
+def test_invalid_files_of_vectors(home, call):
+    table = parquet.read_table("texts.parquet")
+    parquet.write_table(table.append_column("id", [[*range(COUNT)]]), "ids.parquet")
+    assert "column 'id' is reserved" in call("index", "ids.parquet", code=2)
+    np.savez("short.npz", vectors=np.eye(3), url=["a"])
+    assert "1 url for 3 vectors" in call("index", "short.npz", code=2)
+    (home / "bad.npz").write_bytes(b"no file")
+    assert "bad.npz" in call("index", "bad.npz", code=2)
+    assert "without paths" in call("index", "texts.parquet", "queries.npz", code=2)
