@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from proximetry.data import Catalog, open_image
-from proximetry.models import Embedder
-from proximetry.search import Gallery, metadata
+from proximetry.search import index
 from tests.web.browser import Visit, give, needs_chromium, ranks, until
 from tests.web.conftest import CLASSES, EACH, TOKEN, cache_map, png, start
 
@@ -356,12 +355,9 @@ def test_sign_in_page(browser, live):
 
 def test_vectors_without_images_or_classes(browser, server, tmp_path):
     texts = [f"a sentence about number {number}" for number in range(20)]
-    columns = {"path": [f"text-{number}" for number in range(20)], "text": texts}
-    embedder = Embedder.create("vectors", None, weights="none", input_dim=4)
     vectors = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
-    gallery = Gallery.build(
-        embedder, metadata.from_columns(columns), tmp_path / "texts", vectors=vectors
-    )
+    np.savez(tmp_path / "texts.npz", vectors=vectors, text=texts)
+    gallery = index(tmp_path / "texts.npz", tmp_path / "texts")
     cache = cache_map(gallery, tmp_path / "cache")
     process, url = start(server, tmp_path / "log", gallery.path, PROXIMETRY_CACHE=str(cache))
     visit = Visit(browser, url)

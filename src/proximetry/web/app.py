@@ -31,7 +31,6 @@ from proximetry._util.machine import cores
 from proximetry.data import ImageError, open_image
 from proximetry.models import Embedder
 from proximetry.models.explain import is_explainable
-from proximetry.models.preprocessing import Preprocessing
 from proximetry.search import Gallery
 from proximetry.search.conditions import Where, parse_conditions
 from proximetry.search.duplicates import ROUNDING
@@ -215,9 +214,7 @@ class GalleryInfo(BaseModel):
     has_images: bool = Field(description="Whether items have images.")
     searches_images: bool = Field(description="Whether a query can be an uploaded image.")
     calibrated: bool = Field(description="Whether results have probabilities.")
-    metrics: dict[str, Any] | None = Field(
-        description="Metrics of the embedder's training run."
-    )
+    metrics: dict[str, Any] | None = Field(description="Metrics of the embedder's training run.")
     explains: bool = Field(description="Whether `/explain` supports the embedder.")
     limits: dict[str, int] = Field(description="The largest upload, in bytes and in pixels.")
 
@@ -293,7 +290,6 @@ class Service:
         """Return the description of the gallery."""
         summary = self.gallery.summary()
         gallery, embedder = summary.gallery, summary.gallery.embedder
-        takes_images = isinstance(embedder.preprocessing, Preprocessing)
         classes = [ClassCount(name=name, images=count) for name, count in summary.classes.items()]
         return GalleryInfo(
             name=self.gallery.path.resolve().name,
@@ -307,9 +303,9 @@ class Service:
             class_count=len(classes),
             suggested=summary.suggested,
             backbone=embedder.architecture.backbone,
-            image_size=list(embedder.preprocessing.crop) if takes_images else [],
+            image_size=list(embedder.preprocessing.crop) if embedder.takes_images else [],
             has_images=summary.has_images,
-            searches_images=takes_images,
+            searches_images=embedder.takes_images,
             calibrated=gallery.calibration is not None,
             metrics=to_json_value(embedder.metrics),
             explains=_is_explainable(embedder),
@@ -348,7 +344,7 @@ class Service:
 def _warm_up(gallery: Gallery) -> None:
     """Load the embedder and use it once, so that the first query is fast."""
     embedder = gallery.embedder
-    if isinstance(embedder.preprocessing, Preprocessing):
+    if embedder.takes_images:
         height, width = embedder.preprocessing.crop
         blank = torch.zeros(1, 3, height, width, dtype=torch.uint8, device=embedder.device)
         embedder.embed(blank)
@@ -357,7 +353,7 @@ def _warm_up(gallery: Gallery) -> None:
 
 @lru_cache(maxsize=2)
 def _is_explainable(embedder: Embedder) -> bool:
-    return isinstance(embedder.preprocessing, Preprocessing) and is_explainable(embedder)
+    return embedder.takes_images and is_explainable(embedder)
 
 
 def make_app(path: Path, *, full_paths: bool = False, wait: bool = True) -> FastAPI:

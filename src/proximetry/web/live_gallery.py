@@ -20,9 +20,9 @@ from fastapi import HTTPException
 from proximetry._util.errors import UsageError
 from proximetry.data.folders import file_state, split_shard_path
 from proximetry.data.images import thumbnail
-from proximetry.models.preprocessing import Preprocessing
 from proximetry.search import Gallery
 from proximetry.search.manifest import EMBEDDER, MANIFEST, read_manifest
+from proximetry.search.vector_files import is_row
 
 log = logging.getLogger("proximetry.web")
 
@@ -239,12 +239,14 @@ def _summarize(gallery: Gallery) -> Summary:
         {to_json_value(name): count for name, count in classes},
         generator.permutation(sample)[:_SUGGESTIONS].tolist(),
         [_describe_column(gallery, name) for name in gallery.columns if name != "path"],
-        isinstance(gallery.embedder.preprocessing, Preprocessing) or any(map(_is_file, paths)),
+        any(_may_be_image(gallery, path) for path in paths),
     )
 
 
-def _is_file(path: str | None) -> bool:
-    return path is not None and os.path.isfile(split_shard_path(path)[0])
+def _may_be_image(gallery: Gallery, path: str | None) -> bool:
+    if path is None or is_row(path):
+        return False
+    return gallery.embedder.takes_images or os.path.isfile(split_shard_path(path)[0])
 
 
 def _describe_column(gallery: Gallery, name: str) -> Column:
