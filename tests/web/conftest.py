@@ -2,6 +2,7 @@
 
 import io
 import re
+import signal
 import struct
 import zlib
 from dataclasses import replace
@@ -20,6 +21,7 @@ from proximetry.web.middleware import AccessMiddleware
 from tests.processes import Process
 from tests.search.conftest import make_embedder
 from tests.training.tiny import make_images
+from tests.web.browser import CHROMIUM, Visit
 
 CLASSES, EACH = 6, 6
 TOKEN = "correct-horse-battery-staple"
@@ -134,3 +136,38 @@ def start(server, log, *words, **environment):
     health = re.sub(r"//[^/:]+:", "//127.0.0.1:", url.partition("?")[0]) + "healthz"
     process.until(lambda: httpx.get(health).status_code == 200)
     return process, url
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # Containers may have no sandbox; the page is trusted.
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def live(server, shared, tmp_path_factory):
+    """The address of a real server."""
+    cache = cache_map(shared, tmp_path_factory.mktemp("cache"))
+    log = tmp_path_factory.mktemp("log") / "log"
+    process, url = start(server, log, shared.path, "--token", TOKEN, PROXIMETRY_CACHE=str(cache))
+    yield url.replace("=TOKEN", f"={TOKEN}")
+    process.send(signal.SIGINT)
+    assert process.ended() == 0, process.output()
+
+
+@pytest.fixture
+def visit(browser, live):
+    begun = []
+
+    def begin(**options):
+        begun.append(Visit(browser, live, **options))
+        return begun[-1].page
+
+    yield begin
+    for one in begun:
+        one.end()

@@ -21,7 +21,7 @@ def serve(
     token: str | None = None,
     root_path: str = "",
     rate_limit: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
-    access_log: str | None = None,
+    access_log: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
 ) -> None:
     """Serve a web page with image search and a map for a gallery or your images.
 

@@ -30,15 +30,14 @@ from proximetry._util.machine import cores
 from proximetry.data import ImageError, open_image
 from proximetry.models import Embedder
 from proximetry.models.explain import is_explainable
-from proximetry.models.preprocessing import Preprocessing
 from proximetry.search import Gallery
 from proximetry.search.conditions import Where, parse_conditions
 from proximetry.search.duplicates import ROUNDING
 from proximetry.search.prediction import vote
 from proximetry.web.gallery_map import MAX_POINTS, MapError, MapMaker
 from proximetry.web.live_gallery import SIZES, LiveGallery, to_json_value
-from proximetry.web.metrics import Metrics
 from proximetry.web.middleware import MAX_BYTES, error_response
+from proximetry.web.request_metrics import RequestMetrics
 from proximetry.web.searcher import MAX_PIXELS, Box, QueryImage, Searcher, read_query
 
 T = TypeVar("T")
@@ -217,6 +216,7 @@ class GalleryInfo(BaseModel):
     suggested: list[ImageId] = Field(description="Ids of some images for the start page.")
     backbone: str
     image_size: list[int] = Field(description="Height and width; empty for vectors.")
+    has_images: bool = Field(description="Whether items have images.")
     searches_images: bool = Field(description="Whether a query can be an uploaded image.")
     calibrated: bool = Field(description="Whether results have probabilities.")
     metrics: dict[str, Any] | None = Field(description="Metrics of the embedder's training run.")
@@ -295,7 +295,6 @@ class Service:
         """Return the description of the gallery."""
         summary = self.gallery.summary()
         gallery, embedder = summary.gallery, summary.gallery.embedder
-        takes_images = isinstance(embedder.preprocessing, Preprocessing)
         classes = [ClassCount(name=name, images=count) for name, count in summary.classes.items()]
         return GalleryInfo(
             name=self.gallery.name,
@@ -309,8 +308,9 @@ class Service:
             class_count=len(classes),
             suggested=summary.suggested,
             backbone=embedder.architecture.backbone,
-            image_size=list(embedder.preprocessing.crop) if takes_images else [],
-            searches_images=takes_images,
+            image_size=list(embedder.preprocessing.crop) if embedder.takes_images else [],
+            has_images=summary.has_images,
+            searches_images=embedder.takes_images,
             calibrated=gallery.calibration is not None,
             metrics=to_json_value(embedder.metrics),
             explains=_is_explainable(embedder),
@@ -349,7 +349,7 @@ class Service:
 def _warm_up(gallery: Gallery) -> None:
     """Load the embedder and use it once, so that the first query is fast."""
     embedder = gallery.embedder
-    if isinstance(embedder.preprocessing, Preprocessing):
+    if embedder.takes_images:
         height, width = embedder.preprocessing.crop
         blank = torch.zeros(1, 3, height, width, dtype=torch.uint8, device=embedder.device)
         embedder.embed(blank)
@@ -358,7 +358,7 @@ def _warm_up(gallery: Gallery) -> None:
 
 @lru_cache(maxsize=2)
 def _is_explainable(embedder: Embedder) -> bool:
-    return isinstance(embedder.preprocessing, Preprocessing) and is_explainable(embedder)
+    return embedder.takes_images and is_explainable(embedder)
 
 
 def make_app(source: Path | Gallery, *, full_paths: bool = False, wait: bool = True) -> FastAPI:
@@ -393,7 +393,7 @@ def make_app(source: Path | Gallery, *, full_paths: bool = False, wait: bool = T
         dependencies=[Depends(check_loaded)],
         responses=_COMMON,
     )
-    app.state.service, app.state.metrics = service, Metrics()
+    app.state.service = service
     _handle_errors(app)
     _add_search(app, service)
     _add_items(app, service)
@@ -625,9 +625,10 @@ def _add_gallery(app: FastAPI, service: Service) -> None:
         return await service.run(service.describe)
 
     @app.get("/metrics", summary="Metrics, for Prometheus", response_class=PlainTextResponse)
-    async def get_metrics() -> PlainTextResponse:
+    async def get_metrics(request: Request) -> PlainTextResponse:
         images = len(await service.run(service.gallery.current))
-        text = app.state.metrics.render(images, service.gallery.reloads)
+        metrics: RequestMetrics = request.scope.get("proximetry.metrics") or RequestMetrics()
+        text = metrics.render(images, service.gallery.reloads)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     @app.get("/healthz", summary="Health check")

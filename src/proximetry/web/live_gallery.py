@@ -20,9 +20,9 @@ from fastapi import HTTPException
 from proximetry._util.errors import UsageError
 from proximetry.data.folders import file_state, split_shard_path
 from proximetry.data.images import thumbnail
-from proximetry.models.preprocessing import Preprocessing
 from proximetry.search import Gallery
 from proximetry.search.manifest import EMBEDDER, MANIFEST, read_manifest
+from proximetry.search.vector_files import is_row
 
 log = logging.getLogger("proximetry.web")
 
@@ -217,10 +217,10 @@ class LiveGallery:
             state = ()
         current = f'"{hashlib.sha256(repr((path, state, size)).encode()).hexdigest()[:32]}"'
         if not state:
-            return current, _encode(path, size)  # raises ImageError
+            return current, encode_thumbnail(path, size)  # raises ImageError
         if current == etag:
             return current, None
-        encode = _encode if size > _MAX_CACHED_SIDE else _encode_cached
+        encode = encode_thumbnail if size > _MAX_CACHED_SIDE else _cached_thumbnail
         return current, encode(path, size, state)
 
 
@@ -236,7 +236,7 @@ def _build_id(path: Path) -> tuple[str, tuple[int, ...]]:
     return read_manifest(path).embedder, file_state(path / EMBEDDER)
 
 
-def _encode(path: str, size: int, state: tuple[int, ...] = ()) -> EncodedImage:
+def encode_thumbnail(path: str, size: int, state: tuple[int, ...] = ()) -> EncodedImage:
     """Re-encode an image, so that only its pixels are sent."""
     image = thumbnail(path, size)
     buffer = io.BytesIO()
@@ -245,7 +245,7 @@ def _encode(path: str, size: int, state: tuple[int, ...] = ()) -> EncodedImage:
     return buffer.getvalue(), f"image/{kind.lower()}"
 
 
-_encode_cached = lru_cache(maxsize=_MAX_CACHED)(_encode)
+_cached_thumbnail = lru_cache(maxsize=_MAX_CACHED)(encode_thumbnail)
 
 
 def _summarize(gallery: Gallery) -> Summary:
@@ -260,12 +260,14 @@ def _summarize(gallery: Gallery) -> Summary:
         {to_json_value(name): count for name, count in classes},
         generator.permutation(sample)[:_SUGGESTIONS].tolist(),
         [_describe_column(gallery, name) for name in gallery.columns if name != "path"],
-        isinstance(gallery.embedder.preprocessing, Preprocessing) or any(map(_is_file, paths)),
+        any(_may_be_image(gallery, path) for path in paths),
     )
 
 
-def _is_file(path: str | None) -> bool:
-    return path is not None and os.path.isfile(split_shard_path(path)[0])
+def _may_be_image(gallery: Gallery, path: str | None) -> bool:
+    if path is None or is_row(path):
+        return False
+    return gallery.embedder.takes_images or os.path.isfile(split_shard_path(path)[0])
 
 
 def _describe_column(gallery: Gallery, name: str) -> Column:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_value, readable_size
-from proximetry.web.metrics import Metrics
+from proximetry.web.request_metrics import RequestMetrics
 
 access_log = logging.getLogger("proximetry.access")
 
@@ -105,7 +105,6 @@ class AccessMiddleware:
         root_path: path of the application on the host, such as "/birds", with which the paths of
             all requests begin.
         rate_limit: searches per minute of each token, or of each client without one; 0: no limit.
-        metrics: counts the requests.
     """
 
     def __init__(
@@ -116,14 +115,13 @@ class AccessMiddleware:
         *,
         root_path: str = "",
         rate_limit: int = 0,
-        metrics: Metrics | None = None,
     ) -> None:
         self._app = app
         self._tokens = [] if token is None else check_tokens(token)
         self._hosts = {*_LOOPBACK, *hosts}
         self._root = root_path.rstrip("/")
         self._rate = RateLimit(rate_limit) if rate_limit else None
-        self._metrics = metrics or Metrics()
+        self._metrics = RequestMetrics()
         # Cookies are shared by all ports of a host, so names must differ.
         self._cookie = f"proximetry-{hashlib.sha256((token or '').encode()).hexdigest()[:8]}"
         self._requests = self._searches = self._bytes = 0
@@ -136,6 +134,7 @@ class AccessMiddleware:
         if scope["type"] != "http":
             return
         headers, started = Headers(scope=scope), time.perf_counter()
+        scope["proximetry.metrics"] = self._metrics
         status, size = 499, 0  # until the response: the client has disconnected
 
         async def send_with_headers(message: Message) -> None:

@@ -24,7 +24,6 @@ from proximetry._util.errors import UsageError
 from proximetry._util.types import FloatArray
 from proximetry.data import open_image
 from proximetry.models import Embedder
-from proximetry.models.preprocessing import Preprocessing
 from proximetry.search import Gallery, SearchResult
 from proximetry.search.conditions import Where
 from proximetry.web.live_gallery import LiveGallery
@@ -122,7 +121,7 @@ class Searcher:
         def decode(query: QueryImage) -> tuple[Embedder, Tensor]:
             gallery = self._gallery.current()
             preprocessing = gallery.embedder.preprocessing
-            if not isinstance(preprocessing, Preprocessing):
+            if not gallery.embedder.takes_images:
                 raise HTTPException(422, f"the embedder takes {preprocessing}, not images")
             # The limit is checked before anything is decoded.
             source = read_query(self._gallery, gallery, query)

@@ -114,7 +114,6 @@ def serve(
                 [name],
                 root_path=root_path,
                 rate_limit=rate_limit,
-                metrics=app.state.metrics,
             ),
             access_log=False,  # URLs may contain the token
             log_config=None,

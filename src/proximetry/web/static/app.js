@@ -137,6 +137,7 @@ try {
   $("highlight-field").hidden = !gallery.class_count;
   $("choose").hidden = !gallery.searches_images;
   $("drop").classList.toggle("vectors", !gallery.searches_images);
+  map.hasImages = gallery.has_images;
   setUp(gallery, explain);
   setColumns(gallery, applyOptions);
   loadMarks(gallery, () => map.redraw());

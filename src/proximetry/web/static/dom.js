@@ -38,13 +38,14 @@ export function announce(text) {
   $("status").textContent = text;
 }
 
-/** Show a short message at the bottom. */
+/** Show a short message at the bottom, above dialogs. */
 export function notify(text) {
   const toast = $("toast");
   toast.textContent = text;
-  toast.hidden = false;
+  toast.hidePopover();
+  toast.showPopover();
   clearTimeout(notify.timer);
-  notify.timer = setTimeout(() => { toast.hidden = true; }, 4000);
+  notify.timer = setTimeout(() => toast.hidePopover(), 4000);
 }
 
 export function showError(text) {

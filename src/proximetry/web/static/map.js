@@ -15,6 +15,7 @@ export class MapView {
   constructor({ isDark }) {
     this.isDark = isDark;
     this.data = null;
+    this.hasImages = true;
     this.loading = false;
     this.marked = new Set();
     this.highlighted = -1;
@@ -237,8 +238,8 @@ export class MapView {
     tip.hidden = number < 0;
     if (number < 0) return;
     const { ids, label, labels } = this.data;
-    $("tip-image").hidden = false;
-    $("tip-image").src = `items/${ids[number]}/image?size=320`;
+    $("tip-image").hidden = !this.hasImages;
+    if (this.hasImages) $("tip-image").src = `items/${ids[number]}/image?size=320`;
     $("tip-text").textContent = label[number] < 0 ? `Image ${ids[number]}` : labels[label[number]];
     const [x, y] = this.position(number);
     tip.style.left = `${x + 18 + 148 > this.width ? x - 18 - 148 : x + 18}px`;

@@ -1,11 +1,13 @@
 // The query: one or several images, whole or in part.
 
 import { known } from "./api.js";
-import { $, button, make, nameOf, showError } from "./dom.js";
+import { $, baseName, button, make, nameOf, showError, textOf } from "./dom.js";
 import { readState, searchFor } from "./state.js";
 
 const MAX_QUERIES = 16;
 const uploads = []; // {file, source}, by the number in the URL
+let hasImages = true;
+let canCrop = true;
 
 export const uploaded = (query) => query.upload === undefined || uploads[query.upload] !== undefined;
 const sourceOf = (query) => (query.upload === undefined ? `items/${query.id}/image?size=512` : uploads[query.upload].source);
@@ -13,7 +15,7 @@ const sourceOf = (query) => (query.upload === undefined ? `items/${query.id}/ima
 function captionOf(query) {
   if (query.upload !== undefined) return [uploads[query.upload].file.name || "Pasted image", ""];
   const item = known(query.id);
-  return item ? [nameOf(item), item.label === null ? "" : item.file] : [`Image ${query.id}`, ""];
+  return item ? [nameOf(item), item.label === null ? "" : baseName(item.file)] : [`Image ${query.id}`, ""];
 }
 
 /** Set the fields of a request: uploads come first. */
@@ -35,14 +37,17 @@ export function showQueries(queries) {
   $("queries").classList.toggle("several", queries.length > 1);
   $("queries").replaceChildren(...queries.map((query, number) => {
     const [caption] = captionOf(query);
-    const image = make("img", { src: sourceOf(query), alt: `Query: ${caption}` });
-    const frame = make("span", { className: "frame" }, image);
-    image.addEventListener("error", () => frame.replaceChildren(make("span", { className: "text" }, caption)));
-    if (query.box) frame.append(boxElement(query.box));
+    const frame = make("span", { className: "frame" });
+    const actions = make("div", { className: "actions" });
+    if (hasImages) {
+      const image = make("img", { src: sourceOf(query), alt: `Query: ${caption}` });
+      image.addEventListener("error", () => frame.replaceChildren(make("span", { className: "text" }, "not readable")));
+      frame.append(image, ...(query.box ? [boxElement(query.box)] : []));
+      if (canCrop) actions.append(button("Crop", () => crop(query, (box) => searchFor(queries.with(number, { ...query, box }))), { "aria-label": `Search for a part of ${caption}` }));
+    } else frame.append(make("span", { className: "text" }, known(query.id) ? textOf(known(query.id)) : caption));
     const others = queries.filter((_, other) => other !== number);
-    return make("li", {}, frame, make("div", { className: "actions" },
-      button("Crop", () => crop(query, (box) => searchFor(queries.with(number, { ...query, box }))), { "aria-label": `Search for a part of ${caption}` }),
-      button("Remove", () => searchFor(others), { "aria-label": `Remove ${caption} from the query` })));
+    actions.append(button("Remove", () => searchFor(others), { "aria-label": `Remove ${caption} from the query` }));
+    return make("li", {}, frame, actions);
   }));
   const [caption, more] = queries.length === 1 ? captionOf(queries[0]) : [queries.length ? `${queries.length} images` : "", ""];
   $("query-caption").replaceChildren(caption, ...(more ? [make("span", {}, more)] : []));
@@ -75,6 +80,8 @@ function searchFiles(files, gallery, keep = false) {
 
 /** Listen for images that are dropped, pasted or chosen. */
 export function listenForImages(gallery) {
+  hasImages = gallery.has_images;
+  canCrop = gallery.searches_images;
   const hasFiles = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
   let depth = 0;
   addEventListener("dragenter", (event) => {

@@ -1,4 +1,4 @@
-"""`Metrics`: counters of the server, in the text format of Prometheus."""
+"""`RequestMetrics`: counters of the server, in the text format of Prometheus."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)  # bu
 Labels = tuple[tuple[str, str], ...]
 
 
-class Metrics:
+class RequestMetrics:
     """Counts requests and their duration by route; used by the event loop only."""
 
     def __init__(self) -> None:
