@@ -438,7 +438,8 @@ class Gallery:
         """Add images and return their ids; arguments as in `build`.
 
         With `replace`, images that are already in the gallery are embedded again under new ids;
-        files without `labels` keep their metadata. Without it, such images raise UsageError.
+        files without `labels` keep their metadata. Without it, such images raise UsageError,
+        but are replaced on Milvus.
 
         Examples:
             >>> gallery = Gallery.open("gallery")

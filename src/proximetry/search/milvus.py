@@ -175,9 +175,11 @@ class Collection:
 
     def load(self) -> Collection:
         """Load the rows on the server and read the settings of the index."""
-        self.client.load_collection(
-            self.name, replica_number=self.address.replicas, timeout=LOAD_SECONDS
-        )
+        replicas = self.address.replicas
+        state = self.client.get_load_state(self.name)["state"]
+        if replicas or state.name != "Loaded":  # loading again may change the number of replicas
+            options = {"replica_number": replicas or 1, "timeout": LOAD_SECONDS}
+            self.client.load_collection(self.name, **options)
         index = self.client.describe_index(self.name, "vector")
         self.kind = index["index_type"]
         names = ("M", "efConstruction", "nlist", "m", "nbits")

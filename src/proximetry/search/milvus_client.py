@@ -48,7 +48,7 @@ class Address:
     db: str = ""
     consistency: str = "Strong"  # of what is read
     shards: int = 1
-    replicas: int = 1
+    replicas: int = 0  # the number that is loaded, or 1, if 0
     partition: str = ""  # all if empty
     rescore: int = 0  # whether similarities are computed from the vectors, not by the server
 
