@@ -277,6 +277,9 @@ def test_approximate_index(embedder, address):
     assert np.isin(result.ids, ids[expected.ids]).mean() > 0.9
     assert result.similarities[:, 0].min() > 1 - 1e-6
     assert gallery.duplicates(0.9).pairs.shape[1] == 2
+    client, name = gallery._snapshot.client, gallery._snapshot.name
+    client.release_collection(name)
+    client.drop_index(name, "vector")  # as if killed while it re-indexes
     assert "index HNSW" in repr(Gallery.open(address))
 
 

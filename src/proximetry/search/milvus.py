@@ -130,7 +130,7 @@ class Collection:
     def create(cls, client: MilvusClient, manifest: Manifest, count: int) -> Collection:
         """Create an empty gallery, or open one whose build was interrupted."""
         address, types = client.address, client.pymilvus.DataType
-        kind, settings = choose_index(manifest.index, count, manifest.dim)
+        choose_index(manifest.index, count, manifest.dim)  # raises for an unknown one
         if not client.has_collection(address.collection):
             schema = client.pymilvus.MilvusClient.create_schema(auto_id=False)
             schema.add_field("id", types.INT64, is_primary=True)
@@ -159,9 +159,7 @@ class Collection:
             )
         if address.partition and not client.has_partition(created.name, address.partition):
             client.create_partition(created.name, address.partition)
-        if "vector" not in client.list_indexes(created.name):
-            return created.index(kind, settings)
-        return created.load()
+        return created.load(count)
 
     def index(self, kind: str, settings: dict[str, int]) -> Collection:
         """Index vectors and text, whose index the server chooses, and load the rows."""
@@ -173,8 +171,15 @@ class Collection:
         self.client.create_index(self.name, params, timeout=LOAD_SECONDS)
         return self.load()
 
-    def load(self) -> Collection:
-        """Load the rows on the server and read the settings of the index."""
+    def load(self, count: int | None = None) -> Collection:
+        """Load the rows on the server and read the settings of the index.
+
+        If there is no index, as after an interruption, build one for the number of rows.
+        """
+        if "vector" not in self.client.list_indexes(self.name):
+            rows = self.client.get_collection_stats(self.name)["row_count"]
+            count = int(rows) if count is None else count
+            return self.index(*choose_index(self.manifest.index, count, self.manifest.dim))
         replicas = self.address.replicas
         state = self.client.get_load_state(self.name)["state"]
         if replicas or state.name != "Loaded":  # loading again may change the number of replicas
