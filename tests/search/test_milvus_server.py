@@ -103,6 +103,10 @@ def test_build_search_filter_and_change(address, fast_address, tmp_path, monkeyp
     assert_batches_cover_all_rows(remote, monkeypatch)
     assert_equal()  # now with an index, and an index of text
     remote.verify()
+    client, name = remote._snapshot.client, remote._snapshot.name
+    client.release_collection(name)
+    client.drop_index(name, "vector")  # as if killed while it re-indexes
+    assert len(Gallery.open(address)) == 300
 
 
 def test_missing_and_numeric_values(fast_address):
