@@ -8,6 +8,9 @@ READY := .venv/.ready
 # Tests start many processes; compiled bytecode makes each start several seconds faster.
 export PYTHONDONTWRITEBYTECODE :=
 
+# Tests of a Milvus server are skipped without one: `make .milvus/.ready` installs it.
+export MILVUS_SERVER ?= $(abspath $(wildcard .milvus/bin/milvus-server))
+
 .PHONY: demo test test-all lint types docs bench pins clean
 .DEFAULT_GOAL := demo
 
@@ -18,6 +21,11 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.milvus/.ready: $(READY)
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .milvus
+	$(BIN)/uv pip install --quiet --python .milvus/bin/python milvus==2.3.5
 	@touch $@
 
 demo: $(READY)
@@ -56,4 +64,4 @@ pins: $(READY)
 	  --constraint pins.in pyproject.toml --output-file constraints.txt
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis site
+	rm -rf .venv .milvus .pytest_cache .mypy_cache .ruff_cache .hypothesis site

@@ -126,7 +126,7 @@ def search_page(page: Page, address: str, query: Path) -> None:
     page.goto(address)
     page.wait_for_selector("#grid .card")
     page.locator("input[type=file]").first.set_input_files(query)
-    page.wait_for_selector("#preview:not([hidden])")
+    page.wait_for_selector("#grid .rank")
     page.wait_for_load_state("networkidle")
     page.wait_for_timeout(3000)
     page.mouse.move(0, 0)

@@ -295,6 +295,18 @@ def test_suggestions_round_trip_and_train(photos, embedder, tmp_path):
     assert any("suggestions applied" in note for note in results["notes"])
 
 
+def test_suggestions_accept_full_paths_and_confirmed_labels(photos, tmp_path):
+    catalog = Catalog.from_folder(photos)
+    full = photos.absolute() / "class0/00.png"
+    (tmp_path / "s.csv").write_text(
+        f"path,action,label\n{full},relabel,class3\nclass1/00.png,keep,\n"
+    )
+    applied = catalog.apply_suggestions(tmp_path / "s.csv")
+    assert applied.paths == catalog.paths
+    labels = dict(zip(applied.paths, applied.labels, strict=True))
+    assert (labels["class0/00.png"], labels["class1/00.png"]) == ("class3", "class1")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -1,4 +1,4 @@
-"""Galleries on Milvus, here a file of Milvus Lite: the same results as from a folder."""
+"""Galleries on Milvus, here a file of Milvus Lite: the same ranking as from a folder."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from proximetry import cli
 from proximetry._util.errors import UsageError
 from proximetry.data import Catalog
 from proximetry.metrics import retrieve
-from proximetry.search import Gallery, metadata, milvus, new_images
+from proximetry.search import Gallery, metadata, milvus, milvus_client, new_images
 from tests.search.conftest import make_embedder, make_table, make_vectors, names
 
 pytest.importorskip("milvus_lite")
@@ -90,10 +90,10 @@ def test_search_equals_a_folder_up_to_ties(normalize, address, tmp_path):
     pairs = np.sort(ids[expected.pairs], axis=1)
     assert sorted(alike.pairs.tolist()) == sorted(pairs.tolist())
     assert len(expected.pairs) > 1000
-    assert alike.similarities.tobytes() == expected.similarities.tobytes()
+    np.testing.assert_allclose(alike.similarities, expected.similarities, atol=1e-6)
     groups = [sorted(ids[group].tolist()) for group in expected.groups]
     assert sorted(group.tolist() for group in alike.groups) == sorted(groups)
-    assert remote.vectors(ids).tobytes() == local.vectors(local.ids()).tobytes()
+    np.testing.assert_allclose(remote.vectors(ids), local.vectors(local.ids()), atol=1e-6)
     assert remote.rows(ids) == local.rows(local.ids())
     remote.verify()
     assert len(remote) == 300
@@ -126,10 +126,8 @@ def test_changes_by_several_writers(embedder, address):
     new = second.add(make_table(20, 5), vectors=make_vectors(5, seed=1))
     assert len(first) == 25
     assert np.array_equal(new, by_path(first, names(20, 5)))
-    with pytest.raises(UsageError, match="2 images already"):
-        first.add(make_table(23, 4), vectors=make_vectors(4, seed=1))
     again = make_vectors(4, seed=2)
-    renewed = first.add(make_table(23, 4), vectors=again, replace=True)
+    renewed = first.add(make_table(23, 4), vectors=again)  # replaces two
     assert len(second) == 27
     assert np.array_equal(renewed[:2], new[3:])  # an id belongs to a path
     assert np.allclose(second.vectors(renewed), again / np.linalg.norm(again, axis=1)[:, None])
@@ -179,36 +177,96 @@ def test_any_text_is_stored_and_filtered(embedder, address):
     assert Gallery.open(address).columns == gallery.columns
 
 
+NUMBERS = {
+    "year": [1990, 2001, 2001, None, 2**60 + 1],
+    "ok": [True, False, None, None, None],
+    "x": [0.5, 2, 3, None, -1.5],
+    "color": [None, "red", None, "7", "rose"],
+    "label": [None, "a", "b", None, "ba"],
+}
+NUMERIC_WHERES = [
+    ({"year": 2001}, [1, 2]),
+    ({"year": "1990"}, [0]),
+    ({"year": None}, [3]),
+    ({"year": [None, 1990]}, [0, 3]),
+    ({"year": {"!=": 2001}}, [0, 3, 4]),
+    ({"year": {"!=": [None, 2001]}}, [0, 4]),
+    ({"year": {">=": 1990, "<": "2001"}}, [0]),
+    ({"year": {">": 2**60}}, [4]),
+    ({"year": {"<": 10**30}}, [0, 1, 2, 4]),
+    ({"x": {"<": float("inf"), ">": -1.5}}, [0, 1, 2]),
+    ({"ok": "true"}, [0]),
+    ({"ok": False}, [1]),
+    ({"ok": {"!=": True}}, [1, 2, 3, 4]),
+    ({"x": "2.0"}, [1]),
+    ({"color": 7}, [3]),
+    ({"color": {"^=": ["r", "7"]}}, [1, 3, 4]),
+    ({"color": {"^=": "ro"}}, [4]),
+    ({"color": {">": "red"}}, [4]),
+    ({"label": None}, [0, 3]),
+    ({"label": {"!=": None}}, [1, 2, 4]),
+    ({"label": {"!=": "a"}}, [0, 2, 3, 4]),
+    ({"label": {"^=": "b"}}, [2, 4]),
+    ({"label": {"^=": ""}}, [1, 2, 4]),
+    ({"label": {">=": "b"}}, [2, 4]),
+    ({"label": [None, "a"], "color": [None, "red"]}, [0, 1]),
+]
+
+
 def test_numeric_columns_and_missing_values(embedder, address):
-    columns = {"year": [1990, 2001, 2001], "ok": [True, False, None], "x": [0.5, 2, 3]}
-    table = metadata.from_columns({"path": names(0, 3), **columns})
-    gallery = Gallery.build(embedder, table, address, vectors=make_vectors(3))
+    table = metadata.from_columns({"path": names(0, 5), **NUMBERS})
+    gallery = Gallery.build(embedder, table.slice(0, 3), address, vectors=make_vectors(3))
     other = Gallery.open(address)
-    more = metadata.from_columns({"path": names(3, 2), "label": ["a", "b"], "color": ["red", "7"]})
-    gallery.add(more, vectors=make_vectors(2, seed=1))
+    gallery.add(table.slice(3), vectors=make_vectors(2, seed=1))
     other.refresh()
     ids = by_path(gallery, names(0, 5))
-    for where, expected in (
-        ({"year": 2001}, [1, 2]),
-        ({"year": "1990"}, [0]),
-        ({"year": None}, [3, 4]),
-        ({"ok": "true"}, [0]),
-        ({"ok": False}, [1]),
-        ({"x": "2.0"}, [1]),
-        ({"color": 7}, [4]),
-        ({"label": None}, [0, 1, 2]),
-        ({"label": [None, "a"], "color": [None, "red"]}, [0, 1, 2, 3]),
-    ):
+    for where, expected in NUMERIC_WHERES:
         assert other.ids(where).tolist() == sorted(ids[expected].tolist()), where
-    assert other.rows(ids[[4, 1]])["year"] == [None, 2001]
+    assert other.rows(ids[[3, 1]])["year"] == [None, 2001]
     assert other.rows(ids[[0, 2]])["ok"] == [True, None]
     for where, token in (
         ({"yaer": 1990}, "did you mean 'year'"),
         ({"year": "then"}, "year 'then'"),
         ({"label": []}, "no value for label"),
+        ({"label": {">": 3}}, "has type text"),
     ):
         with pytest.raises(UsageError, match=token):
             other.search(make_vectors(1), where=where)
+
+
+def assert_batches_cover_all_rows(gallery, monkeypatch):
+    """Assert that reading in small batches returns every row once."""
+    expected = gallery.ids()
+    with monkeypatch.context() as patch:
+        patch.setattr(milvus, "MAX_K", 151)
+        patch.setattr(gallery._snapshot, "_batch", 149)
+        assert np.array_equal(gallery.ids(), expected)
+        ids, vectors = map(np.concatenate, zip(*gallery._snapshot.blocks(), strict=True))
+        assert np.array_equal(np.sort(ids), expected)
+        assert np.array_equal(vectors, gallery.vectors(ids))
+
+
+def test_small_batches(embedder, address, monkeypatch):
+    built = Gallery.build(embedder, make_table(0, 300), address, vectors=make_vectors(300))
+    assert_batches_cover_all_rows(built, monkeypatch)
+
+
+def test_one_call_per_search(embedder, address, monkeypatch):
+    built = Gallery.build(embedder, make_table(0, 30), address, vectors=make_vectors(30))
+    calls, call = [], milvus.MilvusClient.__getattr__
+    monkeypatch.setattr(
+        milvus.MilvusClient,
+        "__getattr__",
+        lambda self, name: calls.append(name) or call(self, name),
+    )
+    result = built.search(make_vectors(5), 7, where={"label": "class1"})
+    assert {*result.labels.ravel()} == {"class1"}
+    assert result.paths.shape == (5, 6)
+    assert calls == ["search"]
+    rescored = Gallery.open(f"{address}?rescore=1").search(make_vectors(5), 7)
+    np.testing.assert_allclose(
+        rescored.similarities, built.search(make_vectors(5), 7).similarities, atol=1e-6
+    )
 
 
 def test_approximate_index(embedder, address):
@@ -219,6 +277,9 @@ def test_approximate_index(embedder, address):
     assert np.isin(result.ids, ids[expected.ids]).mean() > 0.9
     assert result.similarities[:, 0].min() > 1 - 1e-6
     assert gallery.duplicates(0.9).pairs.shape[1] == 2
+    client, name = gallery._snapshot.client, gallery._snapshot.name
+    client.release_collection(name)
+    client.drop_index(name, "vector")  # as if killed while it re-indexes
     assert "index HNSW" in repr(Gallery.open(address))
 
 
@@ -236,36 +297,41 @@ def test_interrupted_build_resumes(embedder, images, address, monkeypatch):
     monkeypatch.setattr(type(embedder), "encode", count)
     with pytest.raises(KeyboardInterrupt):
         Gallery.build(embedder, catalog, address)
-    # A build killed before the rename does not drop its complete collection.
-    monkeypatch.setattr(milvus._Client, "rename_collection", stop, raising=False)
-    monkeypatch.setattr(milvus._Client, "drop_collection", lambda self, name: None, raising=False)
-    with pytest.raises(KeyboardInterrupt):
-        Gallery.build(embedder, catalog, address)
-    assert len(done) == 40 + 18  # thirty were embedded the first time
-    parsed = milvus.Address.parse(address)
-    with pytest.raises(UsageError, match="no gallery milvus:"):
+    with pytest.raises(UsageError, match="not finished"):
         Gallery.open(address)
-    monkeypatch.undo()
-    monkeypatch.setattr(type(embedder), "encode", stop)
     built = Gallery.build(embedder, catalog, address)
-    assert len(built) == 48
-    assert not (parsed.folder / "staging").exists()
-    assert parsed.temporary_name not in built._snapshot.client.list_collections()
+    assert len(done) == 40 + 18  # thirty were written the first time
+    assert len(Gallery.open(address)) == len(built) == 48
+    with pytest.raises(UsageError, match="already exists"):
+        Gallery.build(embedder, catalog, address)
 
 
 def stop(*args, **options):
     raise KeyboardInterrupt
 
 
-def test_interrupted_addition_resumes(embedder, address, monkeypatch):
+def test_interrupted_addition_is_repeated(embedder, address, monkeypatch):
     gallery = Gallery.build(embedder, make_table(0, 5), address, vectors=make_vectors(5))
-    monkeypatch.setattr(milvus, "_MAX_ROWS", 4)
+    monkeypatch.setattr(new_images, "CHUNK", 4)
     more, vectors = make_table(5, 10), make_vectors(10, seed=1)
     with pytest.raises(KeyboardInterrupt):
         gallery.add(more, vectors=vectors, progress=stop)
     assert len(gallery) == 9
-    gallery.add(more, vectors=vectors, replace=True)
+    gallery.add(more, vectors=vectors)
     assert sorted(gallery.rows(gallery.ids())["path"]) == names(0, 15)
+
+
+@pytest.mark.parametrize(
+    ("count", "dim", "expected"),
+    [
+        (100_000, 512, ("FLAT", {})),
+        (100_001, 512, ("HNSW", {"M": 32, "efConstruction": 200})),
+        (3_000_000, 128, ("IVF_SQ8", {"nlist": 4096})),
+        (1_000_000_000, 512, ("IVF_SQ8", {"nlist": 4096})),  # in segments of 1 GB
+    ],
+)
+def test_index_follows_the_number_of_images(count, dim, expected):
+    assert milvus.choose_index("auto", count, dim) == expected
 
 
 @pytest.mark.parametrize(
@@ -276,6 +342,10 @@ def test_interrupted_addition_resumes(embedder, address, monkeypatch):
         ("milvus:file.txt", "invalid address"),
         ("milvus://user:secret@host/c", "MILVUS_TOKEN"),
         ("milvus:/nowhere/at/all/file.db", "no gallery milvus:/nowhere"),
+        ("milvus://host/birds?shard=2", "did you mean 'shards'"),
+        ("milvus://host/birds?shards=0", "shards must be an integer"),
+        ("milvus://host/birds?consistency=strong", "Strong, Session, Bounded or Eventually"),
+        ("milvus:x.db?partition=a b", "partition must be a name, got 'a b'"),
     ],
 )
 def test_invalid_address_is_rejected(address, token):
@@ -285,12 +355,17 @@ def test_invalid_address_is_rejected(address, token):
 
 
 def test_parse_addresses():
-    parse = milvus.Address.parse
+    parse = milvus_client.Address.parse
     assert parse("milvus://host/birds").uri == "http://host:19530"
     assert parse("milvuss://host:443/birds").uri == "https://host:443"
     assert parse("milvus:///data/x.db/birds").uri == parse("milvus:/data/x.db").uri == "/data/x.db"
     assert parse("milvus:x.db").collection == "gallery"
     assert parse("milvus:x.db").uri == os.path.abspath("x.db")
+    assert parse("milvus:x.db/a?partition=b").partition == "b"
+    options = parse("milvus://host/birds?db=d&consistency=Bounded&shards=3&replicas=2&rescore=1")
+    assert (options.uri, options.collection, options.db) == ("http://host:19530", "birds", "d")
+    assert (options.consistency, options.shards) == ("Bounded", 3)
+    assert (options.replicas, options.rescore) == (2, 1)
 
 
 def test_errors_of_milvus_name_the_address(embedder, file, address, monkeypatch):
@@ -358,3 +433,28 @@ def test_missing_pymilvus_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "pymilvus", None)
     with pytest.raises(ModuleNotFoundError, match="extra 'milvus'"):
         Gallery.open("milvus://localhost/birds")
+
+
+def test_page_serves_milvus(embedder, images, address, monkeypatch):
+    testclient = pytest.importorskip("fastapi.testclient")
+    from proximetry.web.app import make_app
+    from proximetry.web.gallery_map import MapMaker
+
+    monkeypatch.setattr(MapMaker, "_start", lambda self, gallery: None)
+    gallery = Gallery.build(embedder, Catalog.from_folder(images), address)
+    with testclient.TestClient(make_app(gallery)) as client:
+        info = client.get("/gallery").json()
+        assert (info["images"], info["class_count"]) == (48, 12)
+        first, second = info["suggested"][:2]
+        assert int(first) > 2**53
+        assert isinstance(first, str)  # too large for numbers of JavaScript
+        item = client.get(f"/items/{first}").json()
+        assert item["id"] == first
+        assert client.get(item["image"]).status_code == 200
+        assert len(client.get(f"/items?ids={first},{second},7").json()) == 2
+        where = f"label={item['label']}"
+        found = client.post("/search", data={"id": first, "k": 3, "where": where}).json()
+        assert {one["label"] for one in found["results"]} == {item["label"]}
+        assert first not in [one["id"] for one in found["results"]]
+        assert client.post("/search", data={"id": "7"}).status_code == 404
+    assert address.rpartition("/")[2] == info["name"]

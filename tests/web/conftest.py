@@ -2,9 +2,12 @@
 
 import io
 import re
+import signal
 import struct
 import zlib
+from dataclasses import replace
 
+import httpx
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
@@ -18,6 +21,7 @@ from proximetry.web.middleware import AccessMiddleware
 from tests.processes import Process
 from tests.search.conftest import make_embedder
 from tests.training.tiny import make_images
+from tests.web.browser import CHROMIUM, Visit
 
 CLASSES, EACH = 6, 6
 TOKEN = "correct-horse-battery-staple"
@@ -30,9 +34,12 @@ sys.exit(main(["serve", *sys.argv[1:]]))
 
 def make_gallery(root, name="gallery"):
     images = make_images(root / "images", classes=CLASSES, each=EACH)
+    catalog = Catalog.from_folder(images)
+    years = [2000 + row % 10 for row in range(len(catalog))]
+    catalog = replace(catalog, columns={"year": years})
     embedder = make_embedder()
     embedder.metrics = {"protocol": "held_out", "epoch": 3, "test": {"recall@1": 0.875}}
-    return Gallery.build(embedder, Catalog.from_folder(images), root / name)
+    return Gallery.build(embedder, catalog, root / name)
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +129,45 @@ def bomb(width=60_000, height=60_000):
 
 
 def start(server, log, *words, **environment):
-    """Start a server in its own process; return both process and address."""
+    """Start a server in its own process; return both process and address once it is ready."""
     process = Process(server, log, SERVE, *words, "--port", 0, **environment)
     process.until(lambda: log.exists() and "Ctrl-C" in process.output())
-    return process, re.search(r"http://\S+", process.output())[0]
+    url = re.search(r"http://\S+", process.output())[0]
+    health = re.sub(r"//[^/:]+:", "//127.0.0.1:", url.partition("?")[0]) + "healthz"
+    process.until(lambda: httpx.get(health).status_code == 200)
+    return process, url
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # Containers may have no sandbox; the page is trusted.
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def live(server, shared, tmp_path_factory):
+    """The address of a real server."""
+    cache = cache_map(shared, tmp_path_factory.mktemp("cache"))
+    log = tmp_path_factory.mktemp("log") / "log"
+    process, url = start(server, log, shared.path, "--token", TOKEN, PROXIMETRY_CACHE=str(cache))
+    yield url.replace("=TOKEN", f"={TOKEN}")
+    process.send(signal.SIGINT)
+    assert process.ended() == 0, process.output()
+
+
+@pytest.fixture
+def visit(browser, live):
+    begun = []
+
+    def begin(**options):
+        begun.append(Visit(browser, live, **options))
+        return begun[-1].page
+
+    yield begin
+    for one in begun:
+        one.end()

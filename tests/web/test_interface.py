@@ -18,7 +18,7 @@ from proximetry.search import Gallery, metadata
 from proximetry.web import gallery_map, live_gallery, make_app
 from proximetry.web.middleware import AccessMiddleware
 from tests.search.conftest import make_embedder, make_table, make_vectors
-from tests.web.conftest import CLASSES, EACH, TOKEN, bomb, client_of, png
+from tests.web.conftest import CLASSES, EACH, TOKEN, TestClient, bomb, client_of, png
 
 TOTAL = CLASSES * EACH
 
@@ -38,7 +38,7 @@ def test_upload_search_equals_gallery_search(client, shared):
     np.testing.assert_allclose(near, expected.similarities[0], atol=1e-6)
     assert [one["label"] for one in results(answer)] == expected.labels[0].tolist()
     assert answer.json()["images"] == TOTAL
-    assert answer.json()["query"] is None
+    assert answer.json()["queries"] == [None]
     assert answer.json()["prediction"] == expected.predictions[0]._asdict()
     assert "model;dur=" in answer.headers["server-timing"]
 
@@ -125,8 +125,60 @@ def test_search_by_id_excludes_the_query(client, shared):
     answer = client.post("/search", data={"id": 7, "k": 5})
     expected = shared.search(shared.vectors([7]), 6)
     assert [7, *(one["id"] for one in results(answer))] == expected.ids[0].tolist()
-    assert answer.json()["query"]["id"] == 7
+    assert answer.json()["queries"][0]["id"] == 7
     assert len(results(client.post("/search", data={"id": 7, "k": 1000}))) == TOTAL - 1
+
+
+def test_several_queries_and_boxes(client, shared):
+    files = [("image", ("x.png", png())), ("image", ("y.png", png((9, 200, 9))))]
+    data = {"id": [3, 5], "box": ["", "0,0,0.5,1", "", "0.25,0.25,1,1"], "k": 9}
+    answer = client.post("/search", files=files, data=data)
+    assert [one and one["id"] for one in answer.json()["queries"]] == [None, None, 3, 5]
+    green = open_image(png((9, 200, 9)))
+    item = open_image(shared.rows([5])["path"][0])
+    parts = [
+        open_image(png()),
+        green.crop((0, 0, 12, 24)),
+        shared.rows([3])["path"][0],
+        item.crop((item.width // 4, item.height // 4, item.width, item.height)),
+    ]
+    vectors = shared.embedder.encode(parts).numpy()
+    expected = [one for one in shared.search(vectors.mean(0), 11).ids[0] if one not in (3, 5)]
+    assert [one["id"] for one in results(answer)] == expected[:9]
+    nearest = results(client.post("/search", files=files, data={**data, "combine": "max"}))
+    found = shared.search(vectors, TOTAL)
+    for one in nearest:
+        assert one["similarity"] == pytest.approx(
+            max(found.similarities[found.ids == one["id"]]), abs=1e-6
+        )
+    votes = client.post("/search", data={"id": 0, "k": 30, "neighbors": 4}).json()["prediction"]
+    assert votes["neighbors"] == 4
+
+
+def test_conditions_with_operators_and_as_json(client, shared):
+    for where, expected in (
+        (["year>=2004", "year<2006"], {"year": {">=": 2004, "<": 2006}}),
+        (["label!=class01", "label!=class02"], {"label": {"!=": ["class01", "class02"]}}),
+        (["label^=class0", "year=2001"], {"label": {"^=": "class0"}, "year": 2001}),
+        (['{"year": {">": 2005}, "label": ["class01", "class03"]}'], None),
+    ):
+        matches = results(client.post("/search", data={"id": 0, "k": 100, "where": where}))
+        expected = expected or {"year": {">": 2005}, "label": ["class01", "class03"]}
+        assert {one["id"] for one in matches} == set(shared.ids(expected).tolist()) - {0}
+
+
+def test_metadata_of_several_items(client):
+    items = client.get("/items?ids=5,2,999").json()
+    assert [item["id"] for item in items] == [5, 2]
+    assert items[0] == client.get("/items/5").json()
+    for wrong in ("", "1,", "a", "-1", "1e3"):
+        assert client.get(f"/items?ids={wrong}").status_code == 422
+
+
+def test_full_paths_on_request(shared):
+    app = AccessMiddleware(make_app(shared.path, full_paths=True))
+    with TestClient(app, base_url="http://localhost") as client:
+        assert client.get("/items/0").json()["file"] == shared.rows([0])["path"][0]
 
 
 def test_conditions_and_threshold(client):
@@ -155,6 +207,15 @@ def test_conditions_and_threshold(client):
         ({"id": 3, "where": "label=clas01"}, 422, "did you mean 'class01'?"),
         ({"id": 3, "where": "size=3"}, 422, "no column 'size'"),
         ({"id": 3, "where": "path=/tmp"}, 422, "no column 'path'"),
+        ({"id": 3, "where": '{"path": {"^=": "/"}}'}, 422, "no column 'path'"),
+        ({"id": 3, "where": '{"year": {"~": 3}}'}, 422, "unknown operator"),
+        ({"id": 3, "where": "{"}, 422, "not JSON"),
+        ({"id": 3, "where": ["year=2001", '{"year": 3}']}, 422, "two conditions of year"),
+        ({"id": 3, "box": "0,0,2,1"}, 422, "LEFT,TOP,RIGHT,BOTTOM"),
+        ({"id": 3, "box": "0.5,0,0.5,1"}, 422, "invalid box"),
+        ({"id": 3, "box": ["0,0,1,1", ""]}, 422, "2 boxes for 1 query image"),
+        ({"id": 3, "combine": "min"}, 422, "combine: "),
+        ({"id": [*range(17)]}, 422, "id: "),
         ({"id": 3, "wher": "label=class01"}, 422, "did you mean 'where'"),
         ({"id": 3, "threshold": "nan"}, 422, "threshold: "),
         *(
@@ -215,6 +276,13 @@ def test_etag_depends_on_the_file(tmp_path, size):
             assert changed.status_code == 200
             file.unlink()
             assert ask(client, changed.headers["etag"]).status_code == 410
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def wait_for_map(client):
@@ -329,6 +397,7 @@ def test_rebuilt_gallery_has_its_embedder_and_no_old_map(
         editable_client.post("/search", data={"id": 5})
     )  # the last version is still served
     other = Gallery.build(make_embedder(seed=seed), images, editable.path)
+    wait_until(lambda: editable_client.get("/gallery").json()["images"] == len(images))
     answer = editable_client.post("/search", files={"image": ("x.png", png())}, data={"k": 3})
     expected = other.search([open_image(png())], 3)
     assert [one["id"] for one in results(answer)] == expected.ids[0].tolist()
@@ -365,7 +434,10 @@ def test_gallery_is_described(client):
     assert about["class_count"] == CLASSES
     assert {one["images"] for one in about["classes"]} == {EACH}
     assert about["metrics"]["test"] == {"recall@1": 0.875}
-    assert about["columns"] == ["label", "split"]
+    columns = {column["name"]: column for column in about["columns"]}
+    assert [*columns] == ["label", "split", "year"]
+    assert (columns["year"]["minimum"], columns["year"]["maximum"]) == (2000, 2009)
+    assert columns["label"]["values"] == [f"class{number:02d}" for number in range(CLASSES)]
     assert set(about["suggested"]) <= set(range(TOTAL))
 
 
@@ -407,7 +479,7 @@ def test_euclidean_threshold(tmp_path):
 def test_openapi(client):
     document = client.get("/openapi.json").json()
     paths = {"/search", "/explain", "/items/{item}", "/items/{item}/image"}
-    paths |= {"/map", "/gallery", "/healthz"}
+    paths |= {"/items", "/metrics", "/map", "/gallery", "/healthz"}
     assert set(document["paths"]) == paths
     form = document["paths"]["/search"]["post"]["requestBody"]["content"]
     assert "multipart/form-data" in form

@@ -14,6 +14,7 @@ from proximetry._util.errors import UsageError
 from proximetry.search import Gallery
 from proximetry.web import make_app, middleware
 from proximetry.web.middleware import AccessMiddleware
+from proximetry.web.searcher import QueryImage
 from tests.web.conftest import TOKEN, bomb, client_of, png
 
 FORM = {"content-type": "multipart/form-data; boundary=b"}
@@ -384,11 +385,11 @@ def test_cancelled_search(shared):
     queue = app.state.service.searcher
 
     async def leave():
-        task = asyncio.create_task(queue.search_item(0, 3, ()))
+        task = asyncio.create_task(queue.search([QueryImage(item=0)], 3, {}))
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        return await queue.search_item(1, 3, ())
+        return await queue.search([QueryImage(item=1)], 3, {})
 
     assert len(asyncio.run(leave()).results) == 3
     app.state.service.close()

@@ -1,97 +1,16 @@
 """The page, in a real browser: no requests to other hosts, an empty console."""
 
 import os
-import shutil
 import signal
-import time
 
 import pytest
 
 from proximetry.data import open_image
-from tests.web.conftest import CLASSES, EACH, TOKEN, cache_map, png, start
+from tests.web.browser import Visit, give, needs_chromium, ranks, until
+from tests.web.conftest import CLASSES, EACH, cache_map, png, start
 
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
+pytestmark = needs_chromium
 TOTAL = CLASSES * EACH
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        # Containers may have no sandbox; the page is trusted.
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture(scope="module")
-def live(server, shared, tmp_path_factory):
-    """The address of a real server."""
-    cache = cache_map(shared, tmp_path_factory.mktemp("cache"))
-    log = tmp_path_factory.mktemp("log") / "log"
-    process, url = start(server, log, shared.path, "--token", TOKEN, PROXIMETRY_CACHE=str(cache))
-    yield url.replace("=TOKEN", f"={TOKEN}")
-    process.send(signal.SIGINT)
-    assert process.ended() == 0, process.output()
-
-
-class Visit:
-    """A visit to the page; the console stays empty and no other host is contacted."""
-
-    def __init__(self, browser, url, **options):
-        options = {
-            "viewport": {"width": 1200, "height": 860},
-            "reduced_motion": "reduce",
-            **options,
-        }
-        self.context = browser.new_context(**options)
-        self.context.set_default_timeout(30_000)
-        self.page = self.context.new_page()
-        self.url, self.console, self.foreign = url, [], []
-        self.page.on("console", lambda message: self.console.append(message.text))
-        self.page.on("pageerror", lambda error: self.console.append(str(error)))
-        self.page.on("request", self._note)
-        self.page.goto(url)
-        self.page.wait_for_selector("#grid .card")
-
-    def _note(self, request):
-        home = self.url.partition("?")[0]
-        if not request.url.startswith((home, "blob:" + home)):
-            self.foreign.append(request.url)
-
-    def end(self):
-        self.context.close()
-        assert self.console == []
-        assert self.foreign == []
-
-
-@pytest.fixture
-def visit(browser, live):
-    begun = []
-
-    def begin(**options):
-        begun.append(Visit(browser, live, **options))
-        return begun[-1].page
-
-    yield begin
-    for one in begun:
-        one.end()
-
-
-def until(page, script):
-    """Wait for a condition; Playwright's wait_for_function violates the CSP."""
-    end = time.monotonic() + 60
-    while not page.evaluate(script):
-        assert time.monotonic() < end, script
-        page.wait_for_timeout(20)
-
-
-def ranks(page):
-    page.wait_for_selector("#grid:not([aria-busy])")
-    page.wait_for_selector("#grid .rank")
-    return page.locator("#grid .rank").all_inner_texts()
 
 
 def test_start_page_and_search_by_click(visit, shared):
@@ -108,10 +27,11 @@ def test_start_page_and_search_by_click(visit, shared):
     assert near in card.inner_text()
     assert str(expected.labels[0, 3]) in card.inner_text()
     assert card.get_attribute("aria-label").startswith("Rank 3, class")
-    assert (
-        f"{TOTAL - 1} images · most frequent: class" in page.locator("#results-about").inner_text()
-    )
-    card.click()
+    assert f"{TOTAL - 1} images" in page.locator("#results-about").inner_text()
+    vote = shared.search(shared.vectors([query]), 13).labels[0, 1:].tolist()
+    votes = max(vote.count(label) for label in vote)
+    assert f", {votes} of the nearest 12" in page.locator("#verdict .vote").inner_text()
+    page.get_by_role("button", name="More like rank 3", exact=True).click()
     page.wait_for_url(f"**#item/{expected.ids[0, 3]}")
     ranks(page)
     page.go_back()
@@ -141,40 +61,12 @@ def test_why_shows_explanation_of_result(visit, query):
     assert page.url == url
 
 
-def transfer(page, name, kind, content):
-    return page.evaluate_handle(
-        """([name, kind, bytes]) => {
-            const data = new DataTransfer();
-            data.items.add(new File([new Uint8Array(bytes)], name, {type: kind}));
-            return data;
-        }""",
-        [name, kind, list(content)],
-    )
-
-
-def give(page, way, content, name="mine.png", kind="image/png"):
-    if way == "pick":
-        page.set_input_files("#file", {"name": name, "mimeType": kind, "buffer": content})
-    elif way == "drop":
-        data = transfer(page, name, kind, content)
-        page.dispatch_event("body", "dragenter", {"dataTransfer": data})
-        assert page.locator("#overlay").is_visible()
-        page.dispatch_event("#drop", "drop", {"dataTransfer": data})
-        assert not page.locator("#overlay").is_visible()
-    else:
-        page.evaluate(
-            """data => document.body.dispatchEvent(
-                new ClipboardEvent("paste", {clipboardData: data, bubbles: true}))""",
-            transfer(page, name, kind, content),
-        )
-
-
 @pytest.mark.parametrize("way", ["pick", "drop", "paste"])
 def test_search_by_picked_dropped_or_pasted_image(visit, shared, way):
     page = visit()
     give(page, way, png())
     assert len(ranks(page)) == TOTAL
-    assert page.locator("#preview").is_visible()
+    assert page.locator("#queries img").is_visible()
     assert page.locator("#query-caption").inner_text() == "mine.png"
     best = shared.search([open_image(png())], 1)
     assert f"{best.similarities[0, 0]:.3f}" in page.locator("#grid .card").first.inner_text()
@@ -247,6 +139,13 @@ def point(page, number):
     )
 
 
+def listed(page):
+    """Return the number of images below the map."""
+    number = "Number.parseInt(document.querySelector('#selection-title').textContent)"
+    until(page, f"document.querySelectorAll('#selection .card').length === {number}")
+    return page.locator("#selection .card").count()
+
+
 def test_map_thumbnails_and_selection(visit, shared):
     page = visit()
     box = open_map(page)
@@ -267,19 +166,25 @@ def test_map_thumbnails_and_selection(visit, shared):
     page.mouse.move(box["x"] + box["width"] - 20, box["y"] + box["height"] - 20)
     page.mouse.up()
     page.keyboard.up("Shift")
-    assert page.locator("#selection-title").inner_text() == f"{TOTAL} images selected"
-    assert page.locator("#selection .card").count() == TOTAL
+    until(page, f"document.querySelectorAll('#selection .card').length === {TOTAL}")
+    assert page.locator("#selection-title").inner_text() == f"{TOTAL} images"
+    assert page.locator("#selection-count").inner_text() == f"{TOTAL} images selected"
+    page.get_by_role("button", name="Clear").click()
+    assert not page.locator("#selection-bar").is_visible()
     # Select one point in select mode.
-    page.get_by_role("button", name="Select").click()
+    page.get_by_role("button", name="Select", exact=True).click()
     page.locator("#canvas").scroll_into_view_if_needed()
     x, y = point(page, 5)
     page.mouse.move(x - 6, y - 6)
     page.mouse.down()
     page.mouse.move(x + 6, y + 6, steps=3)
     page.mouse.up()
+    until(page, f"document.querySelectorAll('#selection .card').length < {TOTAL}")
     few = page.locator("#selection .card").count()
-    assert 1 <= few < TOTAL
+    assert 1 <= few
+    assert page.locator("#selection-count").inner_text().startswith(f"{few} image")
     page.locator("#selection .card").first.click()
+    page.locator("#viewer").get_by_role("button", name="More like this").click()
     ranks(page)
     assert "#item/" in page.url
 
@@ -301,11 +206,10 @@ def test_map_pan_and_zoom(visit):
     page.mouse.move(x + 90, y + 40)  # and stays below the pointer
     page.wait_for_selector("#tip:not([hidden])")
     page.get_by_role("button", name="List images in view").click()
-    few = page.locator("#selection .card").count()
-    assert 1 <= few < TOTAL
+    assert 1 <= listed(page) < TOTAL
     page.get_by_role("button", name="Show all").click()
     page.get_by_role("button", name="List images in view").click()
-    assert page.locator("#selection .card").count() == TOTAL
+    assert listed(page) == TOTAL
 
 
 def test_keyboard(visit):
@@ -345,16 +249,16 @@ def test_keyboard(visit):
     until(page, "document.querySelector('#legend button')")
     page.locator("#canvas").focus()
     page.keyboard.press("Enter")
-    assert page.locator("#selection .card").count() == TOTAL
+    assert listed(page) == TOTAL
     page.locator("#canvas").focus()
     for key in ["+"] * 9 + ["ArrowLeft", "ArrowUp"]:
         page.keyboard.press(key)
     page.keyboard.press("Enter")
-    assert page.locator("#selection .card").count() < TOTAL
+    assert listed(page) < TOTAL
     page.locator("#canvas").focus()
     page.keyboard.press("0")
     page.keyboard.press("Enter")
-    assert page.locator("#selection .card").count() == TOTAL
+    assert listed(page) == TOTAL
 
 
 def brightness(page):
@@ -452,9 +356,10 @@ def test_missing_files_and_stopped_server(browser, server, editable, tmp_path):
     page.get_by_text("not readable").first.wait_for()
     process.send(signal.SIGINT)
     assert process.ended() == 0, process.output()
-    page.locator("#grid .card").first.click()
+    page.locator("#grid .more").first.click()
     page.wait_for_selector("#problem:not([hidden])")
     assert "The server cannot be reached" in page.locator("#problem").inner_text()
+    assert page.locator("#results-title").inner_text() == "No results"
     # Browsers write failed requests to the console.
     assert all("410" in line or "ERR_CONNECTION" in line for line in visit.console)
     visit.console.clear()

@@ -21,7 +21,7 @@ from tests.web.conftest import TOKEN, bomb, cache_map, png, start
     ("words", "token"),
     [
         (["nowhere"], "no gallery nowhere"),
-        (["milvus://host:19530/birds"], "proximetry search IMAGE --gallery milvus://host"),
+        (["milvus://host:19530/birds"], "stores no embedder"),
         (["GALLERY", "--port", "PORT"], "is in use"),
         (["GALLERY", "--host", "0.0.0.0"], "PROXIMETRY_TOKEN"),
         (["GALLERY", "--host", "::"], "PROXIMETRY_TOKEN"),

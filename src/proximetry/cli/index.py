@@ -146,10 +146,7 @@ def index(
         hint += f" --model {shlex.quote(str(model or 'MODEL'))}"
     lines.append(f"{gallery}: {format_int(len(opened))} images, {summary}")
     lines += ["", "Next:", f"  proximetry search QUERY.jpg{hint}"]
-    if not is_milvus(gallery):
-        lines.append(
-            f"  proximetry serve{'' if gallery == GALLERY else f' {shlex.quote(gallery)}'}"
-        )
+    lines.append(f"  proximetry serve{hint}")
     print_result(as_json, document, "\n".join([*notes, *lines]))
 
 

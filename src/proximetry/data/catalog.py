@@ -212,14 +212,17 @@ class Catalog:
     def apply_suggestions(self, file: AnyPath) -> Self:
         """Return the catalog with the suggestions of a CSV file: drop, relabel or move images.
 
-        `proximetry check` writes such files; edit them as you like. Columns: path (as in `paths`),
-        action ("drop", "relabel" or "move"), label, split. Image files do not change.
+        `proximetry check` and the search page write such files; edit them as you like. Columns:
+        path (as in `paths`, or in full), action ("drop", "relabel", "move" or "keep"), label,
+        split. Image files do not change.
         """
         rows = {path: row for row, path in enumerate(self.paths)}
         labels, splits, dropped = [*self.labels], [*self.splits], set[int]()
         counts, changed = Counter[str](), set[int]()
         for number, suggestion in enumerate(read_suggestions(Path(file)), 1):
             row, path = rows.get(suggestion.path), f"{suggestion.path!r} (row {number})"
+            if os.path.isabs(suggestion.path) and row is None:
+                row = rows.get(os.path.relpath(suggestion.path, self.root))
             if row is None:
                 raise ValueError(f"{file}: no image {path} in {self.root}. Check the images again.")
             if row in changed:
@@ -230,7 +233,7 @@ class Catalog:
                 dropped.add(row)
             elif suggestion.action == "relabel":
                 labels[row] = suggestion.label
-            else:
+            elif suggestion.action == "move":
                 splits[row] = suggestion.split
         done = ", ".join(f"{action} {count}" for action, count in counts.items()) or "none"
         note = f"suggestions applied from {os.fspath(file)}: {done}"

@@ -1,4 +1,4 @@
-"""Suggestions for the images of a dataset, as a CSV file that `proximetry check` writes."""
+"""Suggestions for the images of a dataset: a CSV file of `proximetry check` or the search page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_value
 from proximetry.data.tables import write_csv
 
-Action: TypeAlias = Literal["drop", "relabel", "move"]
+Action: TypeAlias = Literal["drop", "relabel", "move", "keep"]
 
 
 class Suggestion(NamedTuple):
@@ -20,7 +20,7 @@ class Suggestion(NamedTuple):
     Attributes:
         path: as in the catalog.
         kind: what was found, such as "label error".
-        action: "drop", "relabel" or "move" (to another split).
+        action: "drop", "relabel", "move" (to another split) or "keep" (the class is confirmed).
         label: the new class of a relabeled image, else "".
         split: the new split of a moved image, else "".
         reason: why, in words.

@@ -127,8 +127,8 @@ class DataConfig(Section):
     )
     suggestions: AbsolutePath | None = _key(
         None,
-        "apply the suggestions of a CSV file that `proximetry check` writes: drop, relabel or move "
-        "images",
+        "apply the suggestions of a CSV file, which `proximetry check` and the search page write: "
+        "drop, relabel or move images",
         role="path",
     )
     short_side: Side | None = _key(

@@ -28,7 +28,7 @@ from proximetry.search import indexes, metadata
 from proximetry.search.conditions import Where
 from proximetry.search.duplicates import Duplicates, find_duplicates
 from proximetry.search.effort import Effort, measure_recall
-from proximetry.search.exact import FloatArray, Hits, as_similarities
+from proximetry.search.exact import FloatArray, Hits, Mask, as_similarities
 from proximetry.search.manifest import (
     EMBEDDER,
     GRACE,
@@ -331,6 +331,15 @@ class Gallery:
         snapshot = self._snapshot
         return snapshot.ids(snapshot.allowed_positions(snapshot.select(where or {})))
 
+    def exists(self, ids: Sequence[int] | IntArray) -> Mask:
+        """Return whether each id is in the gallery."""
+        return np.asarray(self._snapshot.positions(np.asarray(ids, np.int64)) >= 0)
+
+    def sample_ids(self, count: int) -> IntArray:
+        """Return the ids of up to `count` random images, in ascending order."""
+        ids = self.ids()
+        return np.sort(np.random.default_rng(0).permutation(ids)[:count])
+
     @property
     def columns(self) -> list[str]:
         """The names of the metadata columns."""
@@ -454,7 +463,8 @@ class Gallery:
         """Add images and return their ids; arguments as in `build`.
 
         With `replace`, images that are already in the gallery are embedded again under new ids;
-        files without `labels` keep their metadata. Without it, such images raise UsageError.
+        files without `labels` keep their metadata. Without it, such images raise UsageError,
+        but are replaced on Milvus.
 
         Examples:
             >>> gallery = Gallery.open("gallery")
@@ -475,7 +485,7 @@ class Gallery:
         if not replace:
             self._check_new(snapshot, new_images.table)
         if not new_images.embedded:
-            new_images.embed(self.embedder, snapshot.manifest.embedder, self.path)
+            self._embed(new_images)
         self.skipped = new_images.skipped
         if not len(new_images.table):
             return np.arange(0)
@@ -486,6 +496,9 @@ class Gallery:
                 "which has classes. Pass labels=, a class folder or a table."
             )
         return self._write(new_images, replace=replace)
+
+    def _embed(self, new_images: NewImages) -> None:
+        new_images.embed(self.embedder, self._snapshot.manifest.embedder, self.path)
 
     def _check_not_rebuilt(self, snapshot: AnySnapshot) -> None:
         if snapshot.manifest.embedder != self._snapshot.manifest.embedder:
@@ -643,7 +656,7 @@ class Gallery:
             [[0, 1], [1, 0]]
         """
         check_options(self.similarity, k, combine, expand, rerank)
-        snapshot = self._snapshot
+        snapshot = self._view()
         find = self._searcher(snapshot, Effort(nprobe, ef, refine, exact), where)
         embedded = embed_queries(
             self, snapshot, queries, box, combine, batch_size, progress or ignore
@@ -665,6 +678,10 @@ class Gallery:
             _positions=hits.positions,
             _take=snapshot.take,
         )
+
+    def _view(self) -> AnySnapshot:
+        """Return what a search reads."""
+        return self._snapshot
 
     def _searcher(
         self, snapshot: AnySnapshot, effort: Effort, where: Where | None
@@ -718,7 +735,7 @@ class Gallery:
         """Serve the search page of the gallery until Ctrl-C; see `proximetry.web.serve`."""
         import proximetry  # web is a higher package, used by this method only
 
-        proximetry.web.serve(self.name, host, port, token)
+        proximetry.web.serve(self if is_milvus(self.name) else self.path, host, port, token)
 
     def duplicates(
         self, threshold: float | None = None, *, progress: Progress | None = None

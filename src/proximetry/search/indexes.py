@@ -59,14 +59,14 @@ def load_faiss() -> Any:
 def resolve(index: str, count: int) -> str:
     """Return the index to build for this number of rows, "" for an exact scan."""
     if index == "auto":
-        graph = "HNSW32" if count <= MAX_GRAPH_ROWS else f"IVF{_choose_nlist(count)},SQ8"
+        graph = "HNSW32" if count <= MAX_GRAPH_ROWS else f"IVF{choose_nlist(count)},SQ8"
         index = EXACT if count <= MAX_FLAT_ROWS else graph
     if index == EXACT or count < max(MIN_INDEXED_ROWS, _min_training_vectors(index)):
         return ""
     return index
 
 
-def _choose_nlist(count: int) -> int:
+def choose_nlist(count: int) -> int:
     """Return nlist for a number of rows: a power of two near 4 √n."""
     return int(2 ** round(np.log2(4 * np.sqrt(count))))
 

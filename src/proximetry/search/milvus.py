@@ -3,32 +3,28 @@
     milvus://host:19530/collection     a server or a cluster; milvuss:// over TLS
     milvus:file.db/collection          a file of Milvus Lite; the default collection is "gallery"
 
-Milvus returns candidates; they are re-scored with the full vectors. The id of an image is a hash of
-its path, so any number of processes may write, and writing an image again replaces it. Positions
-of rows are ids.
+All state is in the collection: rows, the index, and as properties the manifest, the names of
+columns and whether the build is complete. The id of a row is a hash of its path, so any number of
+processes may write, and writing an image again replaces it. Positions of rows are ids.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
-import shutil
-import socket
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from proximetry._util.errors import UsageError
-from proximetry._util.files import cache_folder, name_write_errors
-from proximetry._util.formatting import format_int, format_value, join_first
-from proximetry._util.imports import import_optional
+from proximetry._util.formatting import format_int, format_value, join_first, pluralize
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.models import Embedder
@@ -36,181 +32,57 @@ from proximetry.search import indexes, metadata
 from proximetry.search.conditions import Where, parse_where
 from proximetry.search.exact import SPARE, FloatArray, Hits, Scores, exact_scores, merge_hits
 from proximetry.search.gallery import Gallery
-from proximetry.search.manifest import STAGING, Manifest, Report, write_lock
+from proximetry.search.manifest import Manifest, Report, ignore
+from proximetry.search.milvus_client import LOAD_SECONDS, Address, MilvusClient
+from proximetry.search.milvus_filters import NO_TEXT, OTHERS, TEXTS, expression, restore, store
 from proximetry.search.new_images import NewImages
 
 MAX_K = 16_384  # the largest number of results of a query on Milvus
-TOKEN = "MILVUS_TOKEN"
-_TIMEOUT = 10.0  # seconds
-_VERSION = 2
-# Properties of a collection: the gallery as JSON, and one for each column besides path and label.
-_GALLERY, _COLUMN = "proximetry", "proximetry.column."
-# Fields besides the vector; other columns are in a field of JSON.
-_TEXTS, _OTHERS = ("path", "label"), "columns"
+_VERSION, _MANIFEST = 3, ("embedder", "similarity", "dim", "index")
+# Properties of a collection: the gallery as JSON, one for each column besides path and label, and
+# one for each partition that is complete.
+_GALLERY, _COLUMN, _COMPLETE = "proximetry", "proximetry.column.", "proximetry.complete."
 _MAX_TEXT = 65_535
 # Per message, which may have 64 MB: numbers take 16 MB, and metadata some kilobytes per row.
 _MAX_NUMBERS, _MAX_ROWS = 1 << 22, 4096
-
-_SERVER = re.compile(r"milvus(s?)://([^/\s]+)/([A-Za-z_][A-Za-z0-9_]*)")
-_FILE = re.compile(r"milvus:(?!//[^/])(?://)?(.+\.db)(?:/([A-Za-z_][A-Za-z0-9_]*))?")
-
-
-@dataclass(frozen=True)
-class Address:
-    """The address of a collection."""
-
-    text: str  # as written, without secrets
-    uri: str  # of the server, or the file
-    collection: str  # its name there
-    local: bool  # whether it is a file
-
-    def __str__(self) -> str:
-        return self.text
-
-    @classmethod
-    def parse(cls, path: str | os.PathLike[str]) -> Address:
-        """Parse an address."""
-        text = os.fspath(path)
-        if "@" in text.partition("://")[2].partition("/")[0]:
-            raise UsageError(
-                f"credentials in an address on Milvus. Set {TOKEN}=user:password instead."
-            )
-        if server := _SERVER.fullmatch(text):
-            secure, host, collection = server.groups()
-            port = "" if re.search(r":\d+$", host) else ":19530"
-            return cls(text, f"http{secure}://{host}{port}", collection, local=False)
-        if file := _FILE.fullmatch(text):
-            return cls(text, os.path.abspath(file[1]), file[2] or "gallery", local=True)
-        raise UsageError(
-            f"invalid address of a gallery on Milvus: {text}. Use milvus://host:19530/collection "
-            "or milvus:file.db/collection; collection names have letters, digits and _."
-        )
-
-    @property
-    def folder(self) -> Path:
-        """The local folder of staged vectors."""
-        where = f"{self.uri}/{self.collection}"
-        return cache_folder() / "milvus" / hashlib.sha256(where.encode()).hexdigest()[:32]
-
-    @property
-    def temporary_name(self) -> str:
-        """The name of the collection while this machine builds it."""
-        builder = f"{socket.gethostname()}:{self.folder}"
-        return f"{self.collection}_building_{hashlib.sha256(builder.encode()).hexdigest()[:8]}"
+_SORTED = {"iterator": "True", "reduce_stop_for_best": "True"}  # returns the smallest ids
+_ROW_NUMBERS = 256  # metadata of a row takes about as much as these numbers
+_SEGMENT_BYTES = 1 << 30  # of vectors that Milvus indexes together
 
 
-class _Client:
-    """A MilvusClient whose errors name the gallery."""
-
-    def __init__(self, address: Address) -> None:
-        self.address = address
-        self._pymilvus = import_optional("pymilvus", "milvus", "A gallery on Milvus")
-        if address.local:
-            import_optional("milvus_lite", None, "A gallery in a file of Milvus")
-            if not Path(address.uri).parent.is_dir():
-                raise UsageError(f"{address}: no folder {Path(address.uri).parent}")
-        try:
-            token = os.environ.get(TOKEN, "")
-            self._client = self._pymilvus.MilvusClient(address.uri, token=token, timeout=_TIMEOUT)
-        except self._pymilvus.MilvusException as error:
-            reason = f"no answer. Is Milvus running there, and is {TOKEN} correct?"
-            if address.local:
-                reason = "cannot be opened: another process uses it, or it is not a Milvus file"
-            raise ValueError(f"{address}: {reason}") from error
-
-    @contextmanager
-    def errors(self) -> Iterator[None]:
-        """Add the address to errors of Milvus."""
-        try:
-            yield
-        except self._pymilvus.MilvusException as error:
-            raise ValueError(f"{self.address}: Milvus reports: {error.message}") from error
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            with self.errors():
-                return getattr(self._client, name)(*arguments, **options)
-
-        return call
-
-
-def find(path: str | os.PathLike[str]) -> _Client | None:
-    """Connect to Milvus; return None if the collection does not exist."""
+def find(path: str | os.PathLike[str]) -> Collection | None:
+    """Connect to Milvus; return None if there is no gallery, or its build is not finished."""
     address = Address.parse(path)
     if address.local and not Path(address.uri).exists():
         return None
-    client = _Client(address)
-    return client if client.has_collection(address.collection) else None
+    client = MilvusClient(address)
+    if not client.has_collection(address.collection):
+        return None
+    found = Collection(client)
+    return found if found.complete else None
 
 
-def choose_index(index: str, count: int) -> tuple[str, dict[str, int]]:
-    """Return Milvus's index for a factory string, and its settings.
-
-    "auto" is AUTOINDEX for many images.
-    """
-    if index == "auto" and count > indexes.MAX_FLAT_ROWS:
-        return "AUTOINDEX", {}
-    if index in ("auto", indexes.EXACT):
+def choose_index(index: str, count: int, dim: int) -> tuple[str, dict[str, int]]:
+    """Return Milvus's index for a factory string and a number of rows, and its settings."""
+    if index == "AUTOINDEX":
+        return index, {}
+    segment = min(count, _SEGMENT_BYTES // (4 * dim))
+    if index == "auto":
+        index = indexes.resolve(index, count) or indexes.EXACT
+        if index.startswith("IVF"):
+            index = f"IVF{indexes.choose_nlist(segment)},SQ8"
+    if index == indexes.EXACT:
         return "FLAT", {}
     if match := re.fullmatch(r"HNSW(\d+)", index):
         return "HNSW", {"M": int(match[1]), "efConstruction": 200}
-    if match := re.fullmatch(r"IVF(\d+),Flat", index):
-        return "IVF_FLAT", {"nlist": int(match[1])}
+    if match := re.fullmatch(r"IVF(\d+),(Flat|SQ8)", index):
+        return f"IVF_{match[2].upper()}", {"nlist": int(match[1])}
     if match := re.fullmatch(r"IVF(\d+),PQ(\d+)", index):
         return "IVF_PQ", {"nlist": int(match[1]), "m": int(match[2]), "nbits": 8}
     raise UsageError(
-        f"unknown index on Milvus: {format_value(index)}. Use auto, Flat, HNSW32, IVF1024,Flat or "
-        "IVF1024,PQ64."
+        f"unknown index on Milvus: {format_value(index)}. Use auto, Flat, HNSW32, IVF1024,Flat, "
+        "IVF1024,SQ8, IVF1024,PQ64 or AUTOINDEX."
     )
-
-
-# Milvus stores UTF-8 text, and names of files may have other bytes, which are lone surrogates in
-# Python. They are stored as the last private-use characters.
-_TO_PRIVATE = {0xDC00 + byte: 0x10FF00 + byte for byte in range(0x80, 0x100)}
-_FROM_PRIVATE = {private: surrogate for surrogate, private in _TO_PRIVATE.items()}
-_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
-
-
-def _store(value: Any) -> Any:
-    """Return a value as Milvus stores it; None for NaN and infinity."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, bool | int):
-        return value
-    return str(value).translate(_TO_PRIVATE)
-
-
-def _restore(value: Any) -> Any:
-    return value.translate(_FROM_PRIVATE) if isinstance(value, str) else value
-
-
-def _quoted(value: Any) -> str:
-    return f'"{_store(str(value)).translate(_ESCAPES)}"'
-
-
-def _literals(value: Any) -> list[str]:
-    """Return the literals that match a value: text of the command line may be a number."""
-    literals = [_quoted(value)]
-    with suppress(ValueError):
-        parsed = json.loads(str(value).lower())
-        if isinstance(parsed, bool | int | float):
-            literals.append(json.dumps(parsed))
-    return literals
-
-
-def _condition(column: str, targets: Sequence[Any]) -> str:
-    """Return the filter expression of a condition: a column has one of these values."""
-    values = [value for value in targets if value is not None]
-    if column in _TEXTS:
-        terms = [f"{column} in [{', '.join(map(_quoted, values))}]"] if values else []
-        missing = f"{column} is null"
-    else:
-        field = f"{_OTHERS}[{_quoted(column)}]"
-        terms = [f"{field} == {literal}" for value in values for literal in _literals(value)]
-        missing = f"not exists {field}"
-    if len(values) < len(targets):
-        terms.append(missing)
-    return f"({' or '.join(terms)})"
 
 
 def ids_of(table: Any) -> IntArray:
@@ -221,99 +93,156 @@ def ids_of(table: Any) -> IntArray:
 
 
 class Collection:
-    """The current state of a gallery on Milvus, with the methods of a `Snapshot`."""
+    """The current state of a gallery on Milvus, with the methods of a `Snapshot`.
+
+    Scores are computed from vectors, as in other galleries. Those of a `view` are the server's.
+    """
 
     max_k = MAX_K
     class_share = 0.0  # unknown
 
-    def __init__(self, client: _Client, name: str, properties: Mapping[str, str]) -> None:
-        self.client, self.name = client, name
+    def __init__(self, client: MilvusClient) -> None:
+        self.client, self.address, self.name = client, client.address, client.address.collection
+        self.records: dict[int, dict[str, Any]] | None = None  # results of a view, by id
+        properties = client.describe_collection(self.name).get("properties") or {}
+        if _GALLERY not in properties:
+            raise UsageError(f"{self.address} is not a gallery. Choose another collection.")
         description = json.loads(properties[_GALLERY])
         if description["version"] != _VERSION:
             raise ValueError(
-                f"{client.address} has format version {format_value(description['version'])}; this "
+                f"{self.address} has format version {format_value(description['version'])}; this "
                 f"Proximetry reads version {_VERSION}. Install the version that wrote it."
             )
-        self.kind, self.manifest = description["index"], Manifest(**description["manifest"])
+        self.manifest = Manifest(*(description[name] for name in _MANIFEST))
         others = sorted(key.removeprefix(_COLUMN) for key in properties if _COLUMN in key)
-        self.columns = [*_TEXTS, *map(_restore, others)]
+        self.columns = [*TEXTS, *map(restore, others)]
+        partition = f"{self.address.partition}." if self.address.partition else ""
+        self.completed = f"{_COMPLETE}{partition}"
+        self.complete = any(key.startswith(self.completed) for key in properties)
+        self.kind, self.settings = "", dict[str, int]()
         # Rows with vectors per message.
         self._batch = min(_MAX_ROWS, max(1, _MAX_NUMBERS // self.manifest.dim))
+        self._reading: dict[str, Any] = {"consistency_level": self.address.consistency}
+        if self.address.partition:
+            self._reading["partition_names"] = [self.address.partition]
 
     @classmethod
-    def open(cls, client: _Client) -> Collection:
-        """Open a gallery."""
-        name = client.address.collection
-        properties = client.describe_collection(name).get("properties") or {}
-        if _GALLERY not in properties:
-            raise UsageError(f"{client.address} is not a gallery. Choose another collection.")
-        opened = cls(client, name, properties)
-        client.load_collection(name)
-        return opened
+    def create(cls, client: MilvusClient, manifest: Manifest, count: int) -> Collection:
+        """Create an empty gallery, or open one whose build was interrupted."""
+        address, types = client.address, client.pymilvus.DataType
+        choose_index(manifest.index, count, manifest.dim)  # raises for an unknown one
+        if not client.has_collection(address.collection):
+            schema = client.pymilvus.MilvusClient.create_schema(auto_id=False)
+            schema.add_field("id", types.INT64, is_primary=True)
+            schema.add_field("vector", types.FLOAT_VECTOR, dim=manifest.dim)
+            for name in TEXTS:
+                schema.add_field(name, types.VARCHAR, max_length=_MAX_TEXT)
+            schema.add_field(OTHERS, types.JSON)
+            description = {"version": _VERSION}
+            description |= {name: getattr(manifest, name) for name in _MANIFEST}
+            client.create_collection(
+                address.collection,
+                schema=schema,
+                properties={_GALLERY: json.dumps(description)},
+                consistency_level="Strong",
+                num_shards=address.shards,
+            )
+        created = cls(client)
+        if created.complete:
+            raise UsageError(
+                f"{address} already exists. Add to it: Gallery.open({str(address)!r}).add(…)"
+            )
+        if created.manifest != manifest:
+            raise UsageError(
+                f"{address} has an interrupted build with another embedder or index. Repeat that "
+                "one, or choose another collection."
+            )
+        if address.partition and not client.has_partition(created.name, address.partition):
+            client.create_partition(created.name, address.partition)
+        return created.load(count)
 
-    @classmethod
-    def create(
-        cls, client: _Client, manifest: Manifest, kind: str, settings: dict[str, int]
-    ) -> Collection:
-        """Create an empty gallery under a temporary name."""
-        types = import_optional("pymilvus", "milvus", "A gallery on Milvus").DataType
-        schema = client.create_schema(auto_id=False, enable_dynamic_field=False)
-        schema.add_field("id", types.INT64, is_primary=True)
-        schema.add_field("vector", types.FLOAT_VECTOR, dim=manifest.dim)
-        for name in _TEXTS:
-            schema.add_field(name, types.VARCHAR, max_length=_MAX_TEXT, nullable=name != "path")
-        schema.add_field(_OTHERS, types.JSON)
-        metric = "IP" if manifest.similarity == "cosine" else "L2"
-        params = client.prepare_index_params()
-        params.add_index("vector", index_type=kind, metric_type=metric, params=settings)
-        for name in () if client.address.local else _TEXTS:  # Milvus Lite scans its file
-            params.add_index(name, index_type="INVERTED")
-        description = {"version": _VERSION, "index": kind, "manifest": asdict(manifest)}
-        name, properties = client.address.temporary_name, {_GALLERY: json.dumps(description)}
-        client.drop_collection(name)  # of an interrupted build
-        client.create_collection(
-            name,
-            schema=schema,
-            index_params=params,
-            properties=properties,
-            consistency_level="Strong",
-        )
-        return cls(client, name, properties)
+    def index(self, kind: str, settings: dict[str, int]) -> Collection:
+        """Index vectors and text, whose index the server chooses, and load the rows."""
+        params = self.client.pymilvus.MilvusClient.prepare_index_params()
+        metric = "IP" if self.manifest.similarity == "cosine" else "L2"
+        params.add_index("vector", kind, "vector", metric_type=metric, params=settings)
+        for name in () if self.address.local else TEXTS:  # Milvus Lite scans its file
+            params.add_index(name, index_name=name)
+        self.client.create_index(self.name, params, timeout=LOAD_SECONDS)
+        return self.load()
+
+    def load(self, count: int | None = None) -> Collection:
+        """Load the rows on the server and read the settings of the index.
+
+        If there is no index, as after an interruption, build one for the number of rows.
+        """
+        if "vector" not in self.client.list_indexes(self.name):
+            rows = self.client.get_collection_stats(self.name)["row_count"]
+            count = int(rows) if count is None else count
+            return self.index(*choose_index(self.manifest.index, count, self.manifest.dim))
+        replicas = self.address.replicas
+        state = self.client.get_load_state(self.name)["state"]
+        if replicas or state.name != "Loaded":  # loading again may change the number of replicas
+            options = {"replica_number": replicas or 1, "timeout": LOAD_SECONDS}
+            self.client.load_collection(self.name, **options)
+        index = self.client.describe_index(self.name, "vector")
+        self.kind = index["index_type"]
+        names = ("M", "efConstruction", "nlist", "m", "nbits")
+        self.settings = {name: int(index[name]) for name in names if name in index}
+        return self
+
+    def view(self) -> Collection:
+        """Return a copy for one search: it keeps the metadata of its results."""
+        viewed = copy(self)
+        viewed.records = {}
+        return viewed
 
     def __len__(self) -> int:
-        (answer,) = self.client.query(self.name, filter="", output_fields=["count(*)"])
+        (answer,) = self._query(filter="", output_fields=["count(*)"])
         return int(answer["count(*)"])
 
-    def select(self, where: Where) -> Any:
-        """Return the filter expression of all conditions; raise if no image matches one of them."""
-        terms = []
-        for condition in parse_where(where, self.columns):
-            if condition.operator != "=":
-                raise UsageError(f"operator {condition.operator} is not supported on Milvus")
-            terms.append(_condition(condition.column, condition.values))
-            if not self.client.query(self.name, filter=terms[-1], output_fields=["id"], limit=1):
-                raise UsageError(f"no image has {condition}")
-        return " and ".join(terms)
+    def _query(self, **options: Any) -> list[dict[str, Any]]:
+        return list(self.client.query(self.name, **options, **self._reading))
 
-    def _iterate(self, field: str, allowed: str = "") -> Iterator[list[dict[str, Any]]]:
-        """Yield batches of rows with id and this field, in the order of ids."""
-        batches = self.client.query_iterator(
-            self.name, batch_size=self._batch, filter=allowed, output_fields=["id", field]
-        )
-        with closing(batches), self.client.errors():
-            while batch := batches.next():
-                yield batch
+    def select(self, where: Where) -> Any:
+        """Return the filter expression of each condition."""
+        return {str(one): expression(one) for one in parse_where(where, self.columns)}
+
+    def _check_found(self, allowed: Mapping[str, str]) -> None:
+        """Raise if no image matches one of the conditions; called if there are no results."""
+        for condition, term in allowed.items():
+            if not self._query(filter=term, output_fields=["id"], limit=1):
+                raise UsageError(f"no image has {condition}")
+
+    def _iterate(
+        self, field: str, size: int, allowed: Mapping[str, str]
+    ) -> Iterator[list[dict[str, Any]]]:
+        """Yield batches of rows with id and this field, in the order of ids, as Milvus sorts."""
+        last, terms = -1, [*allowed.values()]
+        options = {"output_fields": ["id", field], "limit": size, **_SORTED}
+        while batch := self._query(filter=" and ".join([f"id > {last}", *terms]), **options):
+            yield batch  # may be shorter although there are more rows
+            last = max(row["id"] for row in batch)
 
     def blocks(self) -> Iterator[tuple[IntArray, FloatArray]]:
         """Yield ids and vectors of all rows."""
-        for batch in self._iterate("vector"):
+        for batch in self._iterate("vector", self._batch, {}):
             ids = np.array([row["id"] for row in batch], np.int64)
-            yield ids, np.array([row["vector"] for row in batch], np.float32)
+            vectors = np.array([row["vector"] for row in batch], np.float32)
+            yield ids, vectors.reshape(-1, self.manifest.dim)
 
-    def allowed_positions(self, allowed: Any) -> IntArray:
+    def allowed_positions(self, allowed: Mapping[str, str]) -> IntArray:
         """Return the ids of the allowed rows."""
-        batches = self._iterate("id", allowed)
-        return np.sort(np.array([row["id"] for batch in batches for row in batch], np.int64))
+        batches = self._iterate("id", MAX_K, allowed)
+        ids = np.array([row["id"] for batch in batches for row in batch], np.int64)
+        if not len(ids):
+            self._check_found(allowed)
+        return np.sort(ids)
+
+    def sample(self, field: str, count: int = MAX_K) -> list[Any]:
+        """Return a field of up to `count` rows; ids are hashes, so the first rows are a sample."""
+        rows = self._query(filter="id >= 0", output_fields=[field], limit=min(count, MAX_K))
+        return [restore(row[field]) for row in rows]
 
     def ids(self, positions: IntArray) -> IntArray:
         """Return positions, which are ids."""
@@ -325,21 +254,23 @@ class Collection:
 
     def _get(self, ids: IntArray, fields: Iterable[str]) -> dict[int, dict[str, Any]]:
         """Return fields of the existing rows by id."""
-        records: dict[int, dict[str, Any]] = {}
-        targets, names = np.unique(ids).tolist(), ["id", *fields]
+        rows: dict[int, dict[str, Any]] = {}
+        targets, names = np.unique(ids[ids >= 0]).tolist(), ["id", *fields]
         for part in chunks(len(targets), self._batch):
-            batch = self.client.get(self.name, ids=targets[part], output_fields=names)
-            records |= {row["id"]: row for row in batch}
-        return records
+            options = {"ids": targets[part], "output_fields": names, **self._reading}
+            rows |= {row["id"]: row for row in self.client.get(self.name, **options)}
+        return rows
 
     def take(self, positions: IntArray, columns: Iterable[str]) -> dict[str, list[Any]]:
         """Return columns of rows; None for −1 and for rows removed since the search."""
-        names = list(columns)
-        by_id = self._get(positions, {name if name in _TEXTS else _OTHERS for name in names})
-        records = [by_id.get(position, {}) for position in positions.tolist()]
-        others = [row.get(_OTHERS, {}) for row in records]
+        names, known = list(columns), self.records or {}
+        fields = {name if name in TEXTS else OTHERS for name in names}
+        unknown = positions[~np.isin(positions, [*known])]
+        by_id = known | self._get(unknown, fields)
+        rows = [by_id.get(position, {}) for position in positions.tolist()]
+        others = [row.get(OTHERS, {}) for row in rows]
         return {
-            name: [_restore(row.get(name)) for row in (records if name in _TEXTS else others)]
+            name: [restore(row.get(name)) for row in (rows if name in TEXTS else others)]
             for name in names
         }
 
@@ -355,39 +286,57 @@ class Collection:
         scores = exact_scores(queries, vectors, self.manifest.similarity)
         return np.where(positions >= 0, scores, -np.inf)
 
-    def search(self, queries: FloatArray, k: int, allowed: Any) -> Hits:
-        """Return the k nearest of the allowed rows: candidates of Milvus, scored in float64."""
+    def search(self, queries: FloatArray, k: int, allowed: Mapping[str, str]) -> Hits:
+        """Return the k nearest of the allowed rows."""
         if k > MAX_K:
             raise UsageError(f"k must be at most {format_int(MAX_K)} on Milvus, got {k}")
-        count = min(indexes.compressed_candidates(k) if self.kind == "IVF_PQ" else k + SPARE, MAX_K)
-        effort = {}
-        if self.kind == "HNSW":
-            effort = {"ef": max(indexes.EF_SEARCH, 2 * count)}
-        elif self.kind.startswith("IVF"):
-            nlist = choose_index(self.manifest.index, 0)[1]["nlist"]
-            effort = {"nprobe": indexes.choose_nprobe(nlist)}
+        compressed = self.kind in ("IVF_PQ", "IVF_SQ8")
+        rescored = compressed or self.records is None or bool(self.address.rescore)
+        count = min(indexes.compressed_candidates(k) if compressed else k + SPARE * rescored, MAX_K)
+        fields = ["vector"] * rescored
+        fields += [] if self.records is None else [*TEXTS, OTHERS]
+        effort = {"ef": min(max(indexes.EF_SEARCH, 2 * count), 2 * MAX_K)}
+        if self.kind.startswith("IVF"):
+            effort = {"nprobe": indexes.choose_nprobe(self.settings.get("nlist", 128))}
+        size = count * (rescored * self.manifest.dim + _ROW_NUMBERS)
         parts = [Hits(np.empty((0, k), np.int64), np.empty((0, k)))]
-        for part in chunks(len(queries), max(1, _MAX_NUMBERS // (count * self.manifest.dim))):
+        for part in chunks(len(queries), max(1, _MAX_NUMBERS // size)):
             lists = self.client.search(
                 self.name,
                 data=list(queries[part]),
                 anns_field="vector",
-                filter=allowed,
+                filter=" and ".join(allowed.values()),
                 limit=count,
-                output_fields=["vector"],
-                search_params={"params": effort},
+                output_fields=fields,
+                search_params={"params": effort if self.kind[:3] in ("IVF", "HNS") else {}},
+                **self._reading,
             )
-            positions = np.full((len(lists), count), -1, np.int64)
-            vectors = np.zeros((*positions.shape, self.manifest.dim), np.float32)
-            for row, hits in enumerate(lists):
-                for rank, hit in enumerate(hits):
-                    positions[row, rank], vectors[row, rank] = hit["id"], hit["entity"]["vector"]
-            scores = exact_scores(queries[part], vectors, self.manifest.similarity)
-            scores[positions < 0] = -np.inf
-            parts.append(merge_hits([Hits(positions, scores)], k))
+            parts.append(merge_hits([self._read(queries[part], lists, count, rescored)], k))
         positions, scores = map(np.concatenate, zip(*parts, strict=True))
+        if allowed and not (positions >= 0).any():
+            self._check_found(allowed)
         width = max(1, int((positions >= 0).sum(1).max(initial=0)))
         return Hits(positions[:, :width], scores[:, :width])
+
+    def _read(self, queries: FloatArray, lists: Any, count: int, rescored: bool) -> Hits:
+        """Return the hits of an answer of Milvus; keep their metadata if this is a view."""
+        positions = np.full((len(lists), count), -1, np.int64)
+        scores = np.full(positions.shape, -np.inf)
+        vectors = np.zeros((*positions.shape, self.manifest.dim if rescored else 0), np.float32)
+        cosine = self.manifest.similarity == "cosine"  # Milvus squares distances, too
+        for row, hits in enumerate(lists):
+            for rank, hit in enumerate(hits):
+                entity = hit["entity"]
+                score = hit["distance"] if cosine else min(-hit["distance"], 0.0)
+                positions[row, rank], scores[row, rank] = hit["id"], score
+                if rescored:
+                    vectors[row, rank] = entity.pop("vector")
+                if self.records is not None:
+                    self.records[hit["id"]] = entity
+        if rescored:
+            scores = exact_scores(queries, vectors, self.manifest.similarity)
+            scores[positions < 0] = -np.inf
+        return Hits(positions, scores)
 
     def find_paths(self, table: Any) -> dict[bytes, int]:
         """Return the paths of a table that are in the gallery, and their ids."""
@@ -398,36 +347,37 @@ class Collection:
         """Add or replace rows, and return their ids."""
         missing = [name for name in new_images.table.column_names if name not in self.columns]
         if missing:
-            keys = {f"{_COLUMN}{_store(name)}": "1" for name in missing}
+            keys = {f"{_COLUMN}{store(name)}": "1" for name in missing}
             self.client.alter_collection_properties(self.name, keys)
             self.columns += missing
-        ids, done = ids_of(new_images.table), 0
+        done = 0
         for block in new_images.blocks(self.manifest):
             for part in chunks(len(block), self._batch):
-                vectors = block[part]
-                table = new_images.table.slice(done, len(vectors))
-                self.client.upsert(self.name, _records(table, vectors))
-                done += len(vectors)
-                new_images.progress(done, len(ids))
-        return ids
+                table = new_images.table.slice(done, part.stop - part.start)
+                rows = _rows(table, block[part])
+                self.client.upsert(self.name, rows, partition_name=self.address.partition)
+                done += len(rows)
+        return ids_of(new_images.table)
 
 
-def _records(table: Any, vectors: FloatArray) -> list[dict[str, Any]]:
-    columns = {name: [*map(_store, metadata.values(table[name]))] for name in table.column_names}
-    texts = {name: columns.pop(name) for name in _TEXTS}
-    records: list[dict[str, Any]] = []
-    for row, number in enumerate(ids_of(table).tolist()):
-        others = {name: column[row] for name, column in columns.items() if column[row] is not None}
-        record = {name: column[row] for name, column in texts.items()}
-        records.append({"id": number, "vector": vectors[row], _OTHERS: others, **record})
-    return records
+def _rows(table: Any, vectors: FloatArray) -> list[dict[str, Any]]:
+    columns = {name: [*map(store, metadata.values(table[name]))] for name in table.column_names}
+    texts = {name: columns.pop(name) for name in TEXTS}
+    rows: list[dict[str, Any]] = []
+    for number, (item, vector) in enumerate(zip(ids_of(table).tolist(), vectors, strict=True)):
+        values = {name: column[number] for name, column in columns.items()}
+        others = {name: value for name, value in values.items() if value is not None}
+        row = {name: column[number] for name, column in texts.items()}
+        row["label"] = NO_TEXT if row["label"] is None else row["label"]
+        rows.append({"id": item, "vector": vector, OTHERS: others, **row})
+    return rows
 
 
 class MilvusGallery(Gallery):
     """A gallery on Milvus, built by `Gallery.build` and opened by `Gallery.open`.
 
-    Every change is immediately visible to all processes, and several may write. Milvus does not
-    store the embedder.
+    Every change is immediately visible to all processes, and several may write. Adding an image
+    again replaces it. Milvus does not store the embedder.
     """
 
     _snapshot: Collection
@@ -437,45 +387,52 @@ class MilvusGallery(Gallery):
         cls, embedder: Embedder, new_images: NewImages, path: str | os.PathLike[str], index: str
     ) -> MilvusGallery:
         """See `Gallery.build`."""
-        client = _Client(Address.parse(path))
-        kind, settings = choose_index(index, len(new_images.table))
-        address, fingerprint = client.address, embedder.fingerprint()
-        if client.has_collection(address.collection):
-            raise UsageError(
-                f"{address} already exists. Add to it: Gallery.open({str(address)!r}).add(…)"
-            )
-        folder = address.folder
-        with name_write_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        with write_lock(folder, new_images.report):
-            new_images.embed(embedder, fingerprint, folder, required=True)
-            manifest = Manifest(fingerprint, embedder.architecture.similarity, embedder.dim, index)
-            collection = Collection.create(client, manifest, kind, settings)
-            built = cls(folder, str(address), collection)
-            built._embedder, built.skipped = embedder, new_images.skipped
-            message = indexes.describe(built._indexes()[0], len(new_images.table), prefix="Milvus ")
-            new_images.report(message)
-            try:
-                collection.write(new_images)
-                client.rename_collection(collection.name, address.collection)
-            except BaseException:
-                with suppress(ValueError):
-                    client.drop_collection(collection.name)
-                raise
-            shutil.rmtree(folder / STAGING, ignore_errors=True)
-            built.refresh()
-            return built
+        client, fingerprint = MilvusClient(Address.parse(path)), embedder.fingerprint()
+        manifest = Manifest(fingerprint, embedder.architecture.similarity, embedder.dim, index)
+        count = len(new_images.table)
+        collection = Collection.create(client, manifest, count)
+        built = cls(collection)
+        built._embedder = embedder
+        new_images.report(indexes.describe(built._indexes()[0], count, prefix="Milvus "))
+        if not new_images.embedded:  # continue an interrupted build
+            new_images.exclude(collection.positions(ids_of(new_images.table)) >= 0)
+        built._write(new_images, replace=True)
+        if len(built.skipped) == count:
+            raise ValueError(f"{pluralize(count, 'image')} cannot be read: {built.skipped[0]}")
+        client.alter_collection_properties(collection.name, {collection.completed: "1"})
+        return built
 
     @classmethod
     def connect(cls, path: str | os.PathLike[str]) -> MilvusGallery:
         """See `Gallery.open`."""
-        client = find(path)
-        if client is None:
-            raise UsageError(f"no gallery {path}. Build one with `proximetry index`.")
-        return cls(client.address.folder, str(client.address), Collection.open(client))
+        collection = find(path)
+        if collection is None:
+            raise UsageError(
+                f"no gallery {path}, or its build is not finished. Build it with `proximetry "
+                "index`."
+            )
+        return cls(collection.load())
+
+    def __init__(self, collection: Collection) -> None:
+        super().__init__(collection.address.folder, str(collection.address), collection)
+        self._opened = time.time_ns()
+
+    def close(self) -> None:
+        """Disconnect from the server; the gallery cannot be used afterwards."""
+        self._snapshot.client.close()
+        super().close()
+
+    @property
+    def version(self) -> str:
+        """An identifier of this object, since the rows may change at any time."""
+        state = self.name, self._snapshot.manifest.embedder, self._opened
+        return hashlib.sha256(repr(state).encode()).hexdigest()
 
     def _read_snapshot(self) -> Collection:
-        return Collection.open(self._snapshot.client)
+        return Collection(self._snapshot.client).load()
+
+    def _view(self) -> Collection:
+        return self._snapshot.view()
 
     def _indexes(self) -> list[str]:
         return [indexes.EXACT if self._snapshot.kind == "FLAT" else self._snapshot.kind]
@@ -490,24 +447,62 @@ class MilvusGallery(Gallery):
             )
         return self._embedder
 
+    def count_labels(self) -> dict[str, int]:
+        """Return the number of images of each class, in a sample if there are more than 16 384."""
+        return dict(Counter(filter(None, self._snapshot.sample("label"))))
+
+    def sample_ids(self, count: int) -> IntArray:
+        """See `Gallery.sample_ids`."""
+        return np.sort(np.array(self._snapshot.sample("id", count), np.int64))
+
+    def _check_new(self, snapshot: Any, table: Any) -> None:
+        """Accept all images: existing ones are replaced."""
+
+    def _embed(self, new_images: NewImages) -> None:
+        """Embed nothing yet: `_write` embeds and writes one part after the other."""
+
     def _write(self, new_images: NewImages, *, replace: bool) -> IntArray:
-        collection = self._read_snapshot()
-        self._check_not_rebuilt(collection)
-        ids = collection.write(new_images)
-        new_images.discard()
-        self._snapshot = collection
-        return ids
+        collection = self._snapshot
+        ids, self.skipped = [np.empty(0, np.int64)], new_images.skipped
+        for part in new_images.parts():
+            if not part.embedded:
+                part.embed(self.embedder, collection.manifest.embedder, self.path)
+            ids.append(collection.write(part))
+            part.discard()
+            part.progress(len(part.table), len(part.table))
+        return np.concatenate(ids)
 
     def remove(self, ids: Sequence[int] | IntArray, *, report: Report | None = None) -> None:
         """Remove images by their ids; `ids(where)` returns them."""
         collection = self._snapshot
-        positions = self._positions(collection, ids)
+        positions, partition = self._positions(collection, ids), collection.address.partition
         for part in chunks(len(positions), _MAX_ROWS):
-            collection.client.delete(collection.name, ids=positions[part].tolist())
+            targets = positions[part].tolist()
+            collection.client.delete(collection.name, targets, partition_name=partition or None)
+
+    @property
+    def needs_compaction(self) -> bool:
+        """Whether another kind of index fits the number of images."""
+        kind = choose_index(self.index, len(self), self.dim)[0]
+        return kind != self._snapshot.kind and self._snapshot.kind != "AUTOINDEX"
 
     def compact(self, *, progress: Progress | None = None, report: Report | None = None) -> None:
-        """Make Milvus reclaim the space of removed rows, which it also does automatically."""
-        self._snapshot.client.compact(self._snapshot.name)
+        """Reclaim the space of removed rows, and build the index that fits the number of images.
+
+        While another index is built, searches wait.
+        """
+        collection = self._read_snapshot()
+        client, name, count = collection.client, collection.name, len(self)
+        client.flush(name, timeout=LOAD_SECONDS)
+        client.compact(name)
+        kind, settings = choose_index(self.index, count, self.dim)
+        same = all(settings.get(key, value) == value for key, value in collection.settings.items())
+        if collection.kind != "AUTOINDEX" and (kind != collection.kind or not same):
+            client.release_collection(name)
+            client.drop_index(name, "vector")
+            collection.index(kind, settings)
+        self._snapshot = collection
+        (report or ignore)(indexes.describe(self._indexes()[0], count, prefix="Milvus "))
 
     def verify(self, progress: Progress | None = None) -> None:
         """Read every vector; raise ValueError for invalid ones."""

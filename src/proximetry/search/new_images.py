@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import copy
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -123,6 +125,23 @@ class NewImages:
             all_images = np.arange(len(self.table))
             self._append(all_images, as_vectors(vectors, len(self.table), dim), None)
 
+    def exclude(self, images: npt.NDArray[np.bool_]) -> None:
+        """Drop images."""
+        self._keep(np.flatnonzero(~images))
+
+    def _keep(self, images: IntArray) -> None:
+        self.table = self.table.take(metadata.arrow().array(images))
+        self._rows, self._stamps = self._rows[images], [self._stamps[i] for i in images]
+
+    def parts(self) -> Iterator[NewImages]:
+        """Yield the images in parts, to embed one by one; unless other ranks help to embed."""
+        size = len(self.table) if _workers_waiting.is_set() else CHUNK
+        for rows in chunks(len(self.table), size):
+            part = copy(self)
+            part._keep(np.arange(rows.start, rows.stop))
+            part.progress = partial(_shift_progress, self.progress, rows.start, len(self.table))
+            yield part
+
     def embed(
         self, embedder: Embedder, fingerprint: str, gallery: Path, *, required: bool = False
     ) -> None:
@@ -164,9 +183,7 @@ class NewImages:
             self._append(np.delete(images, [*unreadable]), vectors, staged)
             done += len(images)
             self.progress(done, len(paths))
-        readable = np.flatnonzero(self._rows >= 0)
-        self.table = self.table.take(metadata.arrow().array(readable))
-        self._rows, self._stamps = self._rows[readable], [self._stamps[i] for i in readable]
+        self._keep(np.flatnonzero(self._rows >= 0))
         with ThreadPoolExecutor() as pool:
             paths = metadata.values(self.table["path"])
             self._digests = [*pool.map(digest_of, paths, self._stamps)]
@@ -240,6 +257,10 @@ class NewImages:
             with suppress(OSError):  # another process may have files there
                 folder.rmdir()
                 folder.parent.rmdir()
+
+
+def _shift_progress(progress: Progress, first: int, total: int, done: int, _: int) -> None:
+    progress(first + done, total)
 
 
 def as_vectors(values: Any, count: int, dim: int) -> FloatArray:

@@ -2,44 +2,55 @@
 
 import asyncio
 import io
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import lru_cache
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import numpy as np
-from fastapi import FastAPI, HTTPException, Query, Request, Response
+import torch
+from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, PlainSerializer, ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
 from proximetry import __version__
 from proximetry._util.errors import UsageError, suggest
-from proximetry._util.formatting import format_value, shorten
+from proximetry._util.formatting import format_value, pluralize, shorten
 from proximetry._util.machine import cores
 from proximetry.data import ImageError, open_image
+from proximetry.models import Embedder
 from proximetry.models.explain import is_explainable
-from proximetry.search.conditions import parse_conditions
+from proximetry.search import Gallery
+from proximetry.search.conditions import Where, parse_conditions
 from proximetry.search.duplicates import ROUNDING
 from proximetry.search.prediction import vote
 from proximetry.web.gallery_map import MAX_POINTS, MapError, MapMaker
 from proximetry.web.live_gallery import SIZES, LiveGallery, to_json_value
 from proximetry.web.middleware import MAX_BYTES, error_response
-from proximetry.web.searcher import MAX_PIXELS, Conditions, Searcher
+from proximetry.web.request_metrics import RequestMetrics
+from proximetry.web.searcher import MAX_PIXELS, Box, QueryImage, Searcher, read_query
 
 T = TypeVar("T")
 Form = TypeVar("Form", bound=BaseModel)
 
-MAX_RESULTS = 1000
+MAX_RESULTS, MAX_QUERIES, MAX_LISTED = 1000, 16, 500
 _MAX_ID = 2**63 - 1
+ImageId = Annotated[
+    int,
+    PlainSerializer(
+        lambda item: item if item < 2**53 else str(item), return_type=int | str, when_used="json"
+    ),
+]
 _MAX_CLASSES = 2000  # on the page
 _STATIC = Path(__file__).parent / "static"
 _DESCRIPTION = f"""Searches a gallery of images by their embeddings.
@@ -60,10 +71,10 @@ class ErrorResponse(BaseModel):
 class Item(BaseModel):
     """An image of the gallery."""
 
-    id: int = Field(description="Never reused.")
+    id: ImageId = Field(description="Never reused. As text from 2⁵³, as on Milvus.")
     label: Scalar = Field(description="The class, if any.")
-    file: str = Field(description="Path relative to the common folder of all images.")
-    image: str = Field(description="URL of the thumbnail, relative to the server.")
+    file: str = Field(description="Path relative to the common folder of all images, or in full.")
+    image: str | None = Field(description="URL of the image, relative to the server, if any.")
     details: dict[str, Scalar] = Field(description="Other metadata, by column.")
 
 
@@ -94,36 +105,39 @@ class Matches(BaseModel):
         description="The similarity that a match needs, if the embedder is calibrated."
     )
     images: int = Field(description="Number of images in the gallery.")
-    query: Item | None = Field(description="The query, if it is an image of the gallery.")
+    queries: list[Item | None] = Field(
+        description="The query images, uploads first; null for uploads."
+    )
     prediction: PredictedClass
     results: list[Match]
 
 
-class QueryForm(BaseModel):
-    """A query: an image, or the id of one in the gallery."""
+class SearchForm(BaseModel):
+    """One or several query images, and the options of the search."""
 
-    id: int | None = Field(
-        None, ge=0, le=_MAX_ID, description="An image of the gallery, excluded from the results."
+    id: list[Annotated[int, Field(ge=0, le=_MAX_ID)]] = Field(
+        [], max_length=MAX_QUERIES, description="Images of the gallery, excluded from the results."
     )
-
-    @classmethod
-    def request_body(cls) -> dict[str, Any]:
-        """Return the request body for OpenAPI."""
-        schema = cls.model_json_schema()
-        image = {"type": "string", "format": "binary", "description": "An image file, or pass id."}
-        schema["properties"] = {"image": image, **schema["properties"]}
-        return {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
-
-
-class SearchForm(QueryForm):
-    """A query and the options of its search."""
-
+    box: list[str] = Field(
+        [],
+        max_length=MAX_QUERIES,
+        description="LEFT,TOP,RIGHT,BOTTOM: search for this part of an image, in fractions of its "
+        "width and height. One for each query image, uploads first; empty for a whole image.",
+    )
+    combine: Literal["mean", "max"] = Field(
+        "mean",
+        description="Several query images: similar to their mean, or to any of them (max).",
+    )
     k: int = Field(10, ge=1, le=MAX_RESULTS, description="Number of results.")
+    neighbors: int | None = Field(
+        None, ge=1, description="Number of results that vote for the class; default: all."
+    )
     where: list[str] = Field(
         [],
         max_length=100,
         description="COLUMN=VALUE: search only images with this value; several values of one "
-        "column are combined with OR.",
+        "column are combined with OR. Other operators: != < <= > >= and ^= (prefix). Or JSON: "
+        '{"year": {">=": 1999}, "label": ["jay", "crow"]}.',
     )
     threshold: float | None = Field(
         None,
@@ -132,10 +146,26 @@ class SearchForm(QueryForm):
     )
 
 
-class ExplainForm(QueryForm):
-    """A query and an image of the gallery."""
+class ExplainForm(BaseModel):
+    """A query image and an image of the gallery."""
 
+    id: int | None = Field(None, ge=0, le=_MAX_ID, description="An image of the gallery.")
+    box: str = Field("", description="The part of the query to explain, as for `/search`.")
     result: int = Field(ge=0, le=_MAX_ID, description="An image of the gallery.")
+
+
+_LISTS = ("id", "box", "where")  # repeatable fields
+
+
+def _request_body(form: type[BaseModel], several: bool) -> dict[str, Any]:
+    """Return the request body for OpenAPI: the fields of a form, and uploads."""
+    schema = form.model_json_schema()
+    image: dict[str, Any] = {"type": "string", "format": "binary"}
+    if several:
+        image = {"type": "array", "items": image, "maxItems": MAX_QUERIES}
+    image["description"] = "Image files, or pass id." if several else "An image file, or pass id."
+    schema["properties"] = {"image": image, **schema["properties"]}
+    return {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
 
 
 class Map(BaseModel):
@@ -145,7 +175,7 @@ class Map(BaseModel):
     seconds: float | None = Field(default=None, description="Computing time until now.")
     images: int = Field(description="Number of images in the gallery.")
     outdated: bool = Field(default=False, description="Whether a newer map is being computed.")
-    ids: list[int] = Field(
+    ids: list[ImageId] = Field(
         default=[], description=f"Up to {MAX_POINTS}; a larger gallery is sampled."
     )
     x: list[float] = []
@@ -161,6 +191,16 @@ class ClassCount(BaseModel):
     images: int
 
 
+class ColumnInfo(BaseModel):
+    """A column that `where` can filter by, described by a sample of the images."""
+
+    name: str
+    kind: Literal["number", "text"]
+    values: list[str] = Field(description="Of a text column, if they are few.")
+    minimum: float | None
+    maximum: float | None
+
+
 class GalleryInfo(BaseModel):
     """The gallery and its embedder."""
 
@@ -170,12 +210,15 @@ class GalleryInfo(BaseModel):
     dim: int
     similarity: Literal["cosine", "euclidean"]
     index: str
-    columns: list[str] = Field(description="Columns that `where` can filter by.")
+    columns: list[ColumnInfo] = Field(description="Columns that `where` can filter by.")
     classes: list[ClassCount] = Field(description=f"Up to {_MAX_CLASSES}, most frequent first.")
     class_count: int
-    suggested: list[int] = Field(description="Ids of some images for the start page.")
+    suggested: list[ImageId] = Field(description="Ids of some images for the start page.")
     backbone: str
-    image_size: list[int]
+    image_size: list[int] = Field(description="Height and width; empty for vectors.")
+    has_images: bool = Field(description="Whether items have images.")
+    searches_images: bool = Field(description="Whether a query can be an uploaded image.")
+    calibrated: bool = Field(description="Whether results have probabilities.")
     metrics: dict[str, Any] | None = Field(description="Metrics of the embedder's training run.")
     explains: bool = Field(description="Whether `/explain` supports the embedder.")
     limits: dict[str, int] = Field(description="The largest upload, in bytes and in pixels.")
@@ -202,15 +245,19 @@ _COMMON: dict[int | str, dict[str, Any]] = {
 class Service:
     """The gallery, searches and map of the application."""
 
-    def __init__(self, path: Path) -> None:
-        self.gallery = LiveGallery(path)
+    def __init__(self, source: Path | Gallery, full_paths: bool = False) -> None:
+        self.gallery = LiveGallery(source, full_paths, _warm_up)
         self._pool = ThreadPoolExecutor(cores(), thread_name_prefix="images")
         self.searcher = Searcher(self.gallery, self._pool)
         self.maps = MapMaker()
         self._map: tuple[tuple[str, str], bytes] | None = None
         self._explainer = ThreadPoolExecutor(1, thread_name_prefix="explain")
-        self.searcher.warm_up()
-        _is_explainable(self.gallery.current().embedder)  # before the first page
+        self.started = time.monotonic()
+        self.loading = self._pool.submit(self._load)
+
+    def _load(self) -> None:
+        """Load what the first requests need."""
+        _warm_up(self.gallery.current())
         self.maps.get(self.gallery.summary().gallery)
 
     def close(self) -> None:
@@ -224,13 +271,13 @@ class Service:
         """Run a function that reads files in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
 
-    async def explain(self, query: bytes | int, result: int) -> bytes:
-        """Return a picture of the similarity of an upload or an image to another, as WebP."""
+    async def explain(self, query: QueryImage, result: int) -> bytes:
+        """Return a picture of the similarity of a query image to another, as WebP."""
 
         def draw() -> bytes:
             gallery = self.gallery.current()
-            source = self.gallery.path_of(gallery, query) if isinstance(query, int) else query
             other = self.gallery.path_of(gallery, result)
+            source = read_query(self.gallery, gallery, query)
             if isinstance(source, bytes):  # check the upload before it is decoded at full size
                 open_image(source, max_pixels=MAX_PIXELS, size=16)
             try:
@@ -250,18 +297,21 @@ class Service:
         gallery, embedder = summary.gallery, summary.gallery.embedder
         classes = [ClassCount(name=name, images=count) for name, count in summary.classes.items()]
         return GalleryInfo(
-            name=self.gallery.path.resolve().name,
+            name=self.gallery.name,
             version=gallery.version,
             images=len(gallery),
             dim=gallery.dim,
             similarity=gallery.similarity,
             index=gallery.index,
-            columns=[name for name in gallery.columns if name != "path"],
+            columns=[ColumnInfo(**column._asdict()) for column in summary.columns],
             classes=classes[:_MAX_CLASSES],
             class_count=len(classes),
             suggested=summary.suggested,
             backbone=embedder.architecture.backbone,
-            image_size=list(embedder.preprocessing.crop),
+            image_size=list(embedder.preprocessing.crop) if embedder.takes_images else [],
+            has_images=summary.has_images,
+            searches_images=embedder.takes_images,
+            calibrated=gallery.calibration is not None,
             metrics=to_json_value(embedder.metrics),
             explains=_is_explainable(embedder),
             limits={"bytes": MAX_BYTES, "pixels": MAX_PIXELS},
@@ -278,7 +328,7 @@ class Service:
             return 202, state.model_dump_json().encode()
         key = current.version, gallery.version
         if self._map is None or self._map[0] != key:
-            exists = np.isin(current.ids, gallery.ids())  # the map may be of an earlier version
+            exists = gallery.exists(current.ids)  # the map may be of an earlier version
             ids, points = current.ids[exists], current.points[exists].astype(float).round(4)
             number = {name: row for row, name in enumerate(summary.classes)}
             labels = gallery.rows(ids, ["label"])["label"]
@@ -296,17 +346,42 @@ class Service:
         return 200, self._map[1]
 
 
-_is_explainable = lru_cache(maxsize=1)(is_explainable)
+def _warm_up(gallery: Gallery) -> None:
+    """Load the embedder and use it once, so that the first query is fast."""
+    embedder = gallery.embedder
+    if embedder.takes_images:
+        height, width = embedder.preprocessing.crop
+        blank = torch.zeros(1, 3, height, width, dtype=torch.uint8, device=embedder.device)
+        embedder.embed(blank)
+    _is_explainable(embedder)
 
 
-def make_app(path: Path) -> FastAPI:
-    """Open a gallery and return its application, to be wrapped in an `AccessMiddleware`."""
-    service = Service(path)
+@lru_cache(maxsize=2)
+def _is_explainable(embedder: Embedder) -> bool:
+    return embedder.takes_images and is_explainable(embedder)
+
+
+def make_app(source: Path | Gallery, *, full_paths: bool = False, wait: bool = True) -> FastAPI:
+    """Open a gallery and return its application, to be wrapped in an `AccessMiddleware`.
+
+    Args:
+        source: the folder of the gallery, or an open gallery on Milvus.
+        full_paths: show the full paths of images, not those relative to their common folder.
+        wait: return after loading the embedder. Otherwise requests get 503 until it is loaded.
+    """
+    service = Service(source, full_paths)
+    if wait:
+        service.loading.result()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         service.close()
+
+    async def check_loaded(request: Request) -> None:
+        if not service.loading.done() and request.scope["route"].path != "/":
+            seconds = round(time.monotonic() - service.started)
+            raise HTTPException(503, f"loading the gallery, {seconds} s", {"Retry-After": "1"})
 
     app = FastAPI(
         title="Proximetry",
@@ -315,6 +390,7 @@ def make_app(path: Path) -> FastAPI:
         docs_url=None,  # its page loads scripts from other sites
         redoc_url=None,
         lifespan=lifespan,
+        dependencies=[Depends(check_loaded)],
         responses=_COMMON,
     )
     app.state.service = service
@@ -340,7 +416,7 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:])
+        where = ".".join(part for part in first["loc"][1:] if isinstance(part, str))
         value = "" if first["type"] == "missing" else f", got {format_value(first['input'])}"
         message = first["msg"][:1].lower() + first["msg"][1:]
         return error_response(422, f"{where}: {message}{value}")
@@ -365,33 +441,29 @@ def _handle_errors(app: FastAPI) -> None:
 def _add_search(app: FastAPI, service: Service) -> None:
     @app.post(
         "/search",
-        summary="Search for the images nearest to an image",
-        openapi_extra={"requestBody": SearchForm.request_body()},
+        summary="Search for the images nearest to one or several images",
+        openapi_extra={"requestBody": _request_body(SearchForm, several=True)},
         responses={**_NOT_FOUND, **_UPLOAD},
     )
     async def search(request: Request, response: Response) -> Matches:
         # Parsed here, because FastAPI takes as long to parse a form as the search itself.
-        form = await request.form(max_files=1, max_fields=200)
+        form = await request.form(max_files=MAX_QUERIES, max_fields=200)
         try:
-            query, image = _parse_form(form, SearchForm), form.get("image")
-            where = _parse_conditions(query.where)
-            if isinstance(image, UploadFile) and query.id is None:
-                answer = await service.searcher.search_image(image.file.read, query.k, where)
-            elif not image and query.id is not None:
-                answer = await service.searcher.search_item(query.id, query.k, where)
-            else:
-                raise UsageError("pass an image, or the id of one in the gallery")
+            options = _parse_form(form, SearchForm)
+            queries = _query_images(form.getlist("image"), options.id, options.box)
+            where = _parse_where(options.where)
+            answer = await service.searcher.search(queries, options.k, where, options.combine)
         finally:
             await form.close()
         times = {"wait": answer.wait, "model": answer.model, "search": answer.search}
         timing = ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in times.items())
         response.headers["Server-Timing"] = timing
         results = answer.results
-        if query.threshold is not None:
+        if options.threshold is not None:
             cosine = answer.similarity == "cosine"
-            minimum = query.threshold - ROUNDING if cosine else -query.threshold
+            minimum = options.threshold - ROUNDING if cosine else -options.threshold
             results = [match for match in results if match["similarity"] >= minimum]
-        prediction = vote(match["label"] for match in results)._asdict()
+        prediction = vote(match["label"] for match in results[: options.neighbors])._asdict()
         return Matches.model_validate(
             {**answer._asdict(), "prediction": prediction, "results": results}
         )
@@ -399,23 +471,52 @@ def _add_search(app: FastAPI, service: Service) -> None:
     @app.post(
         "/explain",
         summary="Show which regions make two images similar, as a WebP image",
-        openapi_extra={"requestBody": ExplainForm.request_body()},
+        openapi_extra={"requestBody": _request_body(ExplainForm, several=False)},
         response_class=Response,
         responses={200: {"content": {"image/webp": {}}}, **_NOT_FOUND, **_UPLOAD, **_GONE},
     )
     async def explain(request: Request) -> Response:
         form = await request.form(max_files=1, max_fields=10)
         try:
-            query, image = _parse_form(form, ExplainForm), form.get("image")
-            if isinstance(image, UploadFile) and query.id is None:
-                content = await service.explain(await image.read(), query.result)
-            elif not image and query.id is not None:
-                content = await service.explain(query.id, query.result)
-            else:
-                raise UsageError("pass an image, or the id of one in the gallery")
+            options = _parse_form(form, ExplainForm)
+            ids = [] if options.id is None else [options.id]
+            (query,) = _query_images(form.getlist("image"), ids, [options.box])
+            content = await service.explain(query, options.result)
         finally:
             await form.close()
         return Response(content, media_type="image/webp")
+
+
+def _query_images(uploads: list[Any], ids: list[int], boxes: list[str]) -> list[QueryImage]:
+    """Return the query images of a form: uploads first, then images of the gallery."""
+    files = [upload for upload in uploads if isinstance(upload, UploadFile)]
+    queries = [QueryImage(read=upload.file.read) for upload in files]
+    queries += [QueryImage(item=item) for item in ids]
+    if not queries:
+        raise UsageError("pass an image, or the id of one in the gallery")
+    if len(queries) > MAX_QUERIES:
+        raise UsageError(f"pass up to {MAX_QUERIES} query images, got {len(queries)}")
+    if len(boxes) > len(queries):
+        raise UsageError(f"{len(boxes)} boxes for {pluralize(len(queries), 'query image')}")
+    return [
+        query._replace(box=_parse_box(box))
+        for query, box in zip(queries, chain(boxes, repeat("")), strict=False)
+    ]
+
+
+def _parse_box(text: str) -> Box | None:
+    if not text:
+        return None
+    try:
+        left, top, right, bottom = map(float, text.split(","))
+    except ValueError:
+        left = top = right = bottom = 0.0
+    if not (0 <= left < right <= 1 and 0 <= top < bottom <= 1):
+        raise UsageError(
+            f"invalid box {format_value(text)}. Write LEFT,TOP,RIGHT,BOTTOM as fractions, such as "
+            "0.1,0.2,0.5,0.6."
+        )
+    return left, top, right, bottom
 
 
 def _parse_form(form: FormData, kind: type[Form]) -> Form:
@@ -427,8 +528,9 @@ def _parse_form(form: FormData, kind: type[Form]) -> Form:
             raise UsageError(f"no field {format_value(name)}{suggest(name, fields)}")
         if value and isinstance(value, UploadFile) != (name == "image"):
             raise UsageError(f"{name} must {'' if name == 'image' else 'not '}be a file")
-        if value:
-            values[name] = [*values.get(name, []), value] if name == "where" else value
+        is_list = kind is SearchForm and name in _LISTS
+        if value or name == "box":
+            values[name] = [*values.get(name, []), value] if is_list else value
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -437,16 +539,39 @@ def _parse_form(form: FormData, kind: type[Form]) -> Form:
         ) from None
 
 
-def _parse_conditions(where: list[str]) -> Conditions:
-    parsed = parse_conditions(where)
-    if "path" in parsed:
+def _parse_where(texts: list[str]) -> Where:
+    """Return conditions that are written as COLUMN=VALUE, or as JSON."""
+    documents = [text for text in texts if text.startswith("{")]
+    where = parse_conditions([text for text in texts if not text.startswith("{")])
+    for document in documents:
+        try:
+            conditions = json.loads(document)
+        except ValueError as error:
+            raise UsageError(f"where is not JSON: {error}") from None
+        if twice := where.keys() & conditions.keys():
+            raise UsageError(f"two conditions of {sorted(twice)[0]}. Combine them.")
+        where |= conditions
+    if "path" in where:
         raise UsageError("no column 'path' to filter by. Paths are private.")
-    if any(isinstance(values, dict) for values in parsed.values()):
-        raise UsageError("the search page filters by COLUMN=VALUE only")
-    return tuple((name, tuple(values)) for name, values in sorted(parsed.items()))
+    return where
 
 
 def _add_items(app: FastAPI, service: Service) -> None:
+    @app.get("/items", summary="Metadata of several images")
+    async def get_items(
+        ids: Annotated[
+            str,
+            Query(
+                pattern=r"^\d{1,19}(,\d{1,19})*$",
+                max_length=20 * MAX_LISTED,
+                description=f"Up to {MAX_LISTED} ids, separated by commas; unknown ones are "
+                "skipped.",
+            ),
+        ],
+    ) -> list[Item]:
+        numbers = [item for item in map(int, ids.split(",")) if item <= _MAX_ID][:MAX_LISTED]
+        return [Item(**item) for item in await service.run(service.gallery.items, numbers)]
+
     @app.get("/items/{item}", summary="Metadata of an image", responses=_NOT_FOUND)
     async def get_item(item: ItemId) -> Item:
         gallery = await service.run(service.gallery.current)
@@ -498,6 +623,13 @@ def _add_gallery(app: FastAPI, service: Service) -> None:
     @app.get("/gallery", summary="Describe the gallery")
     async def get_gallery() -> GalleryInfo:
         return await service.run(service.describe)
+
+    @app.get("/metrics", summary="Metrics, for Prometheus", response_class=PlainTextResponse)
+    async def get_metrics(request: Request) -> PlainTextResponse:
+        images = len(await service.run(service.gallery.current))
+        metrics: RequestMetrics = request.scope.get("proximetry.metrics") or RequestMetrics()
+        text = metrics.render(images, service.gallery.reloads)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     @app.get("/healthz", summary="Health check")
     async def health() -> dict[str, str]:

@@ -95,9 +95,7 @@ class MapMaker:
 
 def sample(gallery: "Gallery") -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Return ids and vectors of the images on a map."""
-    ids = gallery.ids()
-    if len(ids) > MAX_POINTS:
-        ids = np.sort(np.random.default_rng(0).choice(ids, MAX_POINTS, replace=False))
+    ids = gallery.sample_ids(MAX_POINTS)
     return ids, gallery.vectors(ids)
 
 

@@ -5,22 +5,27 @@ longer than one. A batch contains all queries that arrived while the previous on
 """
 
 import asyncio
+import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from fastapi import HTTPException
 from torch import Tensor
 
 from proximetry._util.errors import UsageError
+from proximetry._util.types import FloatArray
+from proximetry.data import open_image
 from proximetry.models import Embedder
-from proximetry.search import SearchResult
+from proximetry.search import Gallery, SearchResult
+from proximetry.search.conditions import Where
 from proximetry.web.live_gallery import LiveGallery
 
 log = logging.getLogger("proximetry.web")
@@ -28,17 +33,26 @@ log = logging.getLogger("proximetry.web")
 MAX_PIXELS = 50_000_000  # of an upload: 150 MB when decoded
 _BATCH = 64  # queries
 
-Conditions = tuple[tuple[str, tuple[str, ...]], ...]
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom of a part of an image, as fractions of its width and height."""
+
+
+class QueryImage(NamedTuple):
+    """An image to search for: an upload, or an image of the gallery."""
+
+    read: Callable[[], bytes] | None = None
+    item: int | None = None  # an id
+    box: Box | None = None  # the part to search for
 
 
 class Answer(NamedTuple):
-    """Results, nearest first, the query if it is in the gallery, and durations in seconds.
+    """Results, nearest first, the query images of the gallery, and durations in seconds.
 
     ``match_threshold`` is the similarity that a match needs, if the embedder is calibrated.
     """
 
     results: list[dict[str, Any]]
-    query: dict[str, Any] | None
+    queries: list[dict[str, Any] | None]
     similarity: str
     match_threshold: float | None
     images: int
@@ -48,15 +62,32 @@ class Answer(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """The query of one client: pixels for the network, or an image of the gallery."""
+    """The search of one client: pixels for the network, or ids of images in the gallery."""
 
     future: Future[Answer]
     start: float
     embedder: Embedder | None  # the embedder that the pixels are prepared for
-    pixels: Tensor | None  # uint8 [3, H, W]
-    item: Any  # an id
+    pixels: list[Tensor | None]  # of each query image, uint8 [3, H, W]
+    items: list[int | None]
+    combine: str  # "mean" of the vectors, or "max" of the similarities
     k: int  # number of results
-    where: Conditions
+    where: Where
+
+
+def read_query(gallery: LiveGallery, version: Gallery, query: QueryImage) -> Any:
+    """Return a query image, or the part in its box, for the embedder.
+
+    Raises:
+        ImageError: if it is not an image, or larger than MAX_PIXELS.
+    """
+    source: Any = query.read() if query.read else gallery.path_of(version, query.item)
+    if query.box is None:
+        return source
+    image = open_image(source, max_pixels=MAX_PIXELS)
+    left, top, right, bottom = query.box
+    width, height = image.size
+    x, y = min(int(left * width), width - 1), min(int(top * height), height - 1)
+    return image.crop((x, y, max(x + 1, round(right * width)), max(y + 1, round(bottom * height))))
 
 
 class Searcher:
@@ -78,30 +109,34 @@ class Searcher:
         """Whether queries are answered."""
         return self._thread.is_alive()
 
-    def warm_up(self) -> None:
-        """Load the embedder and embed once, so that the first query is fast."""
-        embedder = self._gallery.current().embedder
-        height, width = embedder.preprocessing.crop
-        embedder.embed(torch.zeros(1, 3, height, width, dtype=torch.uint8, device=embedder.device))
+    async def search(
+        self, queries: Sequence[QueryImage], k: int, where: Where, combine: str = "mean"
+    ) -> Answer:
+        """Search for the images nearest to all query images (mean), or to any of them (max).
 
-    async def search_image(self, read: Callable[[], bytes], k: int, where: Conditions) -> Answer:
-        """Search for the images nearest to an upload; raise ImageError or HTTPException."""
+        Images of the gallery are excluded from their own results. Raises ImageError or
+        HTTPException.
+        """
 
-        def decode() -> tuple[Embedder, Tensor]:
-            embedder = self._gallery.current().embedder
+        def decode(query: QueryImage) -> tuple[Embedder, Tensor]:
+            gallery = self._gallery.current()
+            preprocessing = gallery.embedder.preprocessing
+            if not gallery.embedder.takes_images:
+                raise HTTPException(422, f"the embedder takes {preprocessing}, not images")
             # The limit is checked before anything is decoded.
-            return embedder, embedder.preprocessing.pixels(read(), max_pixels=MAX_PIXELS)
+            source = read_query(self._gallery, gallery, query)
+            return gallery.embedder, preprocessing.pixels(source, max_pixels=MAX_PIXELS)
 
         loop = asyncio.get_running_loop()
-        embedder, pixels = await loop.run_in_executor(self._pool, decode)
-        return await self._submit(embedder, pixels, None, k, where)
-
-    async def search_item(self, item: int, k: int, where: Conditions) -> Answer:
-        """Search for the images nearest to an image of the gallery, which is excluded."""
-        return await self._submit(None, None, item, k, where)
-
-    async def _submit(self, *query: Any) -> Answer:
-        job = _Job(Future(), time.perf_counter(), *query)
+        embedder, pixels = None, list[Tensor | None]()
+        for query in queries:
+            if query.read is None and query.box is None:
+                pixels.append(None)
+            else:
+                embedder, image = await loop.run_in_executor(self._pool, decode, query)
+                pixels.append(image)
+        items = [query.item for query in queries]
+        job = _Job(Future(), time.perf_counter(), embedder, pixels, items, combine, k, where)
         self._jobs.put(job)
         return await asyncio.wrap_future(job.future)
 
@@ -125,67 +160,105 @@ class Searcher:
     def _answer(self, jobs: list[_Job]) -> None:
         started = time.perf_counter()
         gallery = self._gallery.current()
-        vectors: dict[int, Tensor] = {}
-        items: dict[int, dict[str, Any]] = {}
-        images: dict[int, Tensor] = {}
+        records: dict[int, list[dict[str, Any] | None]] = {}
+        images: list[Tensor] = []
         for number, job in enumerate(jobs):
-            if job.pixels is None:
-                try:
-                    items[number] = self._gallery.item(gallery, job.item)
-                    vectors[number] = torch.from_numpy(gallery.vectors([job.item])[0])
-                except HTTPException as error:
-                    job.future.set_exception(error)
-            elif job.embedder is gallery.embedder:
-                images[number] = job.pixels
-            else:
-                message = "the gallery was rebuilt; try again"
-                job.future.set_exception(HTTPException(503, message, {"Retry-After": "1"}))
+            try:
+                if job.embedder not in (None, gallery.embedder):
+                    message = "the gallery was rebuilt; try again"
+                    raise HTTPException(503, message, {"Retry-After": "1"})
+                records[number] = [
+                    None if item is None else self._gallery.item(gallery, item)
+                    for item in job.items
+                ]
+                images += [pixels for pixels in job.pixels if pixels is not None]
+            except HTTPException as error:
+                job.future.set_exception(error)
+        embedded = iter(())
         if images:
-            pixels = torch.stack([*images.values()])
-            embedded = gallery.embedder.embed(pixels.to(gallery.embedder.device)).cpu()
-            vectors |= dict(zip(images, embedded, strict=True))
+            pixels = torch.stack(images).to(gallery.embedder.device)
+            embedded = iter(gallery.embedder.embed(pixels).cpu().numpy())
+        vectors: dict[int, FloatArray] = {}
+        for number in records:
+            job = jobs[number]
+            parts = [
+                gallery.vectors(np.array([item]))[0] if pixels is None else next(embedded)
+                for pixels, item in zip(job.pixels, job.items, strict=True)
+            ]
+            vectors[number] = combine_vectors(np.stack(parts), job.combine)
         search_started = time.perf_counter()
-        groups: dict[tuple[int, Conditions], list[int]] = defaultdict(list)
+        groups: dict[tuple[int, str], list[int]] = defaultdict(list)
         for number in vectors:
             job = jobs[number]
-            # One more, since an image of the gallery is its own nearest neighbor.
-            groups[job.k + (job.item is not None), job.where].append(number)
+            # Images of the gallery are their own nearest neighbors.
+            excluded = sum(item is not None for item in job.items)
+            groups[job.k + excluded, json.dumps(job.where, sort_keys=True)].append(number)
+        count = self._gallery.count()
         for (k, where), members in groups.items():
             try:
                 result = gallery.search(
-                    torch.stack([vectors[number] for number in members]), k, where=dict(where)
+                    np.concatenate([vectors[number] for number in members]),
+                    k,
+                    where=json.loads(where),
                 )
             except UsageError as error:
                 for number in members:
                     jobs[number].future.set_exception(error)
                 continue
-            lists = self._lists(result, [jobs[number] for number in members])
+            rows = [len(vectors[number]) for number in members]
+            lists = self._lists(result, [jobs[number] for number in members], rows)
             done = time.perf_counter()
             for number, matches in zip(members, lists, strict=True):
                 answer = Answer(
                     matches,
-                    items.get(number),
+                    records[number],
                     gallery.similarity,
                     result.threshold,
-                    len(gallery),
+                    count,
                     started - jobs[number].start,
                     search_started - started,
                     done - search_started,
                 )
                 jobs[number].future.set_result(answer)
 
-    def _lists(self, result: SearchResult, jobs: list[_Job]) -> Iterator[list[dict[str, Any]]]:
-        """Yield the results of each query, without the query itself."""
+    def _lists(
+        self, result: SearchResult, jobs: list[_Job], rows: list[int]
+    ) -> Iterator[list[dict[str, Any]]]:
+        """Yield the results of each job, which has some rows, without the query images."""
         # Lists, because iterating over arrays takes longer than the search.
         columns = {name: result.column(name).tolist() for name in result.columns}
-        rows = zip(jobs, result.ids.tolist(), result.similarities.tolist(), strict=True)
-        for row, (job, ids, similarities) in enumerate(rows):
-            ranks = [n for n, item in enumerate(ids) if item >= 0 and item != job.item][: job.k]
-            ranked = {name: [values[row][n] for n in ranks] for name, values in columns.items()}
-            matches = self._gallery.records([ids[n] for n in ranks], ranked)
-            for position, (rank, match) in enumerate(zip(ranks, matches, strict=True)):
-                match |= {"rank": position + 1, "similarity": round(similarities[rank], 6)}
+        ids, similarities = result.ids.tolist(), result.similarities.tolist()
+        first = 0
+        for job, count in zip(jobs, rows, strict=True):
+            found = [
+                (-similarity, item, row, rank)
+                for row in range(first, first + count)
+                for rank, (item, similarity) in enumerate(
+                    zip(ids[row], similarities[row], strict=True)
+                )
+                if item >= 0 and item not in job.items
+            ]
+            first += count
+            if count > 1:  # the nearest of several queries counts
+                nearest: dict[int, tuple[float, int, int, int]] = {}
+                for one in sorted(found):
+                    nearest.setdefault(one[1], one)
+                found = [*nearest.values()]
+            found = found[: job.k]
+            ranked = {
+                name: [values[row][rank] for _, _, row, rank in found]
+                for name, values in columns.items()
+            }
+            matches = self._gallery.records([item for _, item, _, _ in found], ranked)
+            for position, (one, match) in enumerate(zip(found, matches, strict=True)):
+                negative, _, row, rank = one
+                match |= {"rank": position + 1, "similarity": round(-negative, 6)}
                 if result.probabilities is not None:
                     match["probability"] = round(float(result.probabilities[row, rank]), 4)
                     match["match"] = bool(result.is_match[row, rank])
             yield matches
+
+
+def combine_vectors(vectors: FloatArray, combine: str) -> FloatArray:
+    """Return the vectors to search for: their mean, or for "max" all of them."""
+    return vectors if combine == "max" else vectors.mean(0, keepdims=True)

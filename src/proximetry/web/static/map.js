@@ -1,8 +1,12 @@
 // The map: points on a canvas with pan, zoom and selection.
 
-import { announce, make, request, thumbnail } from "./app.js";
+import { findItems, request } from "./api.js";
+import { $, announce, make } from "./dom.js";
+import { findClass } from "./filters.js";
+import { select, selected } from "./marks.js";
+import { card } from "./results.js";
+import { go } from "./state.js";
 
-const $ = (id) => document.getElementById(id);
 const MAX_LISTED = 240;
 const MAX_LEGEND = 14;
 const HOVER_RADIUS = 14; // pixels from the pointer to a point
@@ -11,6 +15,7 @@ export class MapView {
   constructor({ isDark }) {
     this.isDark = isDark;
     this.data = null;
+    this.hasImages = true;
     this.loading = false;
     this.marked = new Set();
     this.highlighted = -1;
@@ -155,6 +160,7 @@ export class MapView {
     const zoom = this.scale / Math.min(this.width, this.height);
     const radius = Math.max(1.6, Math.min(7, (ids.length > 5000 ? 1.7 : ids.length > 800 ? 2.6 : 4) * Math.sqrt(zoom)));
     const rings = [];
+    const chosen = [];
     const highlighted = [];
     const point = (number, x, y) => {
       context.fillStyle = label[number] < 0 ? this.color(-1) : this.colors[label[number]];
@@ -167,18 +173,23 @@ export class MapView {
       const [x, y] = this.position(number);
       if (x < -9 || y < -9 || x > this.width + 9 || y > this.height + 9) continue;
       if (this.marked.has(ids[number])) rings.push([x, y]);
+      if (selected.has(ids[number])) chosen.push([x, y]);
       if (label[number] === this.highlighted && this.highlighted >= 0) highlighted.push([number, x, y]);
       else point(number, x, y);
     }
     context.globalAlpha = 1;
     for (const [number, x, y] of highlighted) point(number, x, y);
-    context.strokeStyle = this.isDark() ? "#ffffffa0" : "#111111a0";
-    context.lineWidth = 1.2;
-    for (const [x, y] of rings) {
-      context.beginPath();
-      context.arc(x, y, radius + 2.5, 0, 7);
-      context.stroke();
-    }
+    const circle = (points, color, width) => {
+      context.strokeStyle = color;
+      context.lineWidth = width;
+      for (const [x, y] of points) {
+        context.beginPath();
+        context.arc(x, y, radius + 2.5, 0, 7);
+        context.stroke();
+      }
+    };
+    circle(rings, this.isDark() ? "#ffffffa0" : "#111111a0", 1.2);
+    circle(chosen, this.isDark() ? "#8ea5ff" : "#3b5bdb", 2.4);
   }
 
   // Moving
@@ -227,7 +238,8 @@ export class MapView {
     tip.hidden = number < 0;
     if (number < 0) return;
     const { ids, label, labels } = this.data;
-    $("tip-image").src = `items/${ids[number]}/image?size=320`;
+    $("tip-image").hidden = !this.hasImages;
+    if (this.hasImages) $("tip-image").src = `items/${ids[number]}/image?size=320`;
     $("tip-text").textContent = label[number] < 0 ? `Image ${ids[number]}` : labels[label[number]];
     const [x, y] = this.position(number);
     tip.style.left = `${x + 18 + 148 > this.width ? x - 18 - 148 : x + 18}px`;
@@ -245,20 +257,16 @@ export class MapView {
     return inside;
   }
 
-  list(numbers, jump) {
-    const { ids, label, labels } = this.data;
-    const total = numbers.length;
-    const summary = `${total} ${total === 1 ? "image" : "images"} selected`;
+  /** List images below the map. */
+  async list(numbers, jump) {
+    const ids = numbers.map((number) => this.data.ids[number]);
+    const summary = `${ids.length} ${ids.length === 1 ? "image" : "images"}`;
+    this.listed = ids;
     $("selection-heading").hidden = false;
-    $("selection-title").textContent = total > MAX_LISTED ? `${summary}, the first ${MAX_LISTED} are shown` : summary;
-    $("selection").replaceChildren(...numbers.slice(0, MAX_LISTED).map((number) => {
-      const name = label[number] < 0 ? `Image ${ids[number]}` : labels[label[number]];
-      const button = make("button", { type: "button", className: "card", "aria-label": `${name}: search with this image` },
-        thumbnail(ids[number], 160),
-        make("span", { className: "words" }, make("span", { className: "label" }, name)));
-      button.addEventListener("click", () => { location.hash = `item/${ids[number]}`; });
-      return make("li", {}, button);
-    }));
+    $("selection-title").textContent = ids.length > MAX_LISTED ? `${summary}, the first ${MAX_LISTED} are shown` : summary;
+    const items = await findItems(ids.slice(0, MAX_LISTED));
+    if (this.listed !== ids) return;
+    $("selection").replaceChildren(...items.map((item) => card(item, { size: 160 })));
     announce(`${summary}.`);
     if (jump) {
       $("selection-heading").focus({ preventScroll: true });
@@ -267,6 +275,7 @@ export class MapView {
   }
 
   clear() {
+    this.listed = [];
     $("selection-heading").hidden = true;
     $("selection").replaceChildren();
     this.canvas.focus();
@@ -291,9 +300,11 @@ export class MapView {
     $("zoom-out").addEventListener("click", () => this.zoom(1 / 1.5));
     $("zoom-all").addEventListener("click", () => this.fit());
     $("list-view").addEventListener("click", () => this.listInView());
-    $("selection-clear").addEventListener("click", () => this.clear());
+    $("list-clear").addEventListener("click", () => this.clear());
+    $("select-listed").addEventListener("click", () => select(this.listed));
+    $("tip-image").addEventListener("error", () => { $("tip-image").hidden = true; });
     $("highlight").addEventListener("input", () => {
-      if (this.data) this.highlight(this.data.labels.indexOf($("highlight").value.trim()));
+      if (this.data) this.highlight(this.data.labels.indexOf(findClass($("highlight").value)));
     });
     new ResizeObserver(() => this.resize()).observe(canvas);
     canvas.addEventListener("wheel", (event) => {
@@ -367,11 +378,13 @@ export class MapView {
     if (this.from && this.moved) {
       const [left, right] = [Math.min(x, this.from[0]), Math.max(x, this.from[0])];
       const [top, bottom] = [Math.min(y, this.from[1]), Math.max(y, this.from[1])];
-      this.list(this.within(left, top, right, bottom), false);
+      const inside = this.within(left, top, right, bottom);
+      select(inside.map((index) => this.data.ids[index]));
+      this.list(inside, false);
     } else if (!this.moved && number >= 0) {
-      // Touch screens cannot hover: the first touch shows the image, the second one searches.
+      // Touch screens cannot hover: the first touch shows the image, the second one opens it.
       if (event.pointerType === "touch" && this.hovered !== number) this.hover(number);
-      else location.hash = `item/${this.data.ids[number]}`;
+      else go({ image: this.data.ids[number] });
     } else if (!this.moved) this.hover(-1);
     this.cancel(event);
   }
