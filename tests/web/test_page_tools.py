@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import signal
 
 import httpx
@@ -46,7 +47,7 @@ def test_result_opens_large_with_metadata_and_path(visit, shared):
     near = ids(page)
     page.locator("#grid .card").nth(1).click()
     viewer = page.locator("#viewer")
-    until(page, "document.querySelector('#viewer-picture img').naturalWidth > 0")
+    until(page, "document.querySelector('#viewer-picture img')?.naturalWidth > 0")
     assert page.url.endswith(f"?image={near[1]}")
     row = shared.rows([near[1]])
     assert viewer.locator("#viewer-title").inner_text() == f"2. {row['label'][0]}"
@@ -310,6 +311,12 @@ def test_results_come_first_on_a_phone(visit):
     page.wait_for_selector("#viewer[open]")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert page.locator("#viewer-picture").bounding_box()["y"] < 200
+    page.keyboard.press("Escape")
+    search(page, 0, 1, 2, 3, 4, 5)  # they scroll, side by side
+    boxes = [entry.bounding_box() for entry in page.locator("#queries li").all()]
+    for left, right in itertools.pairwise(boxes):
+        assert left["x"] + left["width"] <= right["x"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 def test_progress_while_the_gallery_loads(browser, live):
