@@ -77,6 +77,10 @@ def test_sync_updates_the_gallery_in_one_version(home, monkeypatch):
     assert gallery.sync("images") == (0, 0, 0, 0)
     assert len(gallery.versions()) == 2
     assert gallery.sync(["images/class01", "images/class02/0.png"]) == (0, 0, 0, 0)
+    monkeypatch.setenv("HOME", str(home))
+    Path("images/class01/moved.png").unlink()
+    index("~/images", "gallery", sync=True, report=lambda line: None)
+    assert len(Gallery.open("gallery")) == len(before) - 1
 
 
 def test_sync_keeps_metadata_that_is_not_listed(home):

@@ -9,10 +9,24 @@ if TYPE_CHECKING:
     from proximetry.search.gallery import Gallery
     from proximetry.search.image_sheets import contact_sheet
     from proximetry.search.indexing import index
+    from proximetry.search.outliers import LabelError, Outlier
     from proximetry.search.prediction import Prediction
     from proximetry.search.search_result import SearchResult
+    from proximetry.search.sync import Changes
+    from proximetry.search.versions import Version
 
-__all__ = ["Duplicates", "Gallery", "Prediction", "SearchResult", "contact_sheet", "index"]
+__all__ = [
+    "Changes",
+    "Duplicates",
+    "Gallery",
+    "LabelError",
+    "Outlier",
+    "Prediction",
+    "SearchResult",
+    "Version",
+    "contact_sheet",
+    "index",
+]
 
 __getattr__ = lazy_exports(
     __name__,
@@ -22,7 +36,10 @@ __getattr__ = lazy_exports(
         "search_result": ("SearchResult",),
         "image_sheets": ("contact_sheet",),
         "indexing": ("index",),
+        "outliers": ("LabelError", "Outlier"),
         "prediction": ("Prediction",),
+        "sync": ("Changes",),
+        "versions": ("Version",),
     },
     extra="search",
 )

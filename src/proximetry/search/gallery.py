@@ -390,7 +390,8 @@ class Gallery:
             images: folders; or image files and tables, whose missing images are not removed.
             **options: `bad_images`, `batch_size`, `progress` and `report` as in `build`.
         """
-        sources = [images] if isinstance(images, str | os.PathLike) else images
+        names = [images] if isinstance(images, str | os.PathLike) else images
+        sources = [*map(os.path.expanduser, names)]
         missing = options.get("bad_images") == "skip"
         table, _ = metadata.from_sources(sources, allow_missing=missing)
         return sync_images(self, table, [*filter(os.path.isdir, sources)], **options)

@@ -89,7 +89,7 @@ def index(
             report(note)
     options: dict[str, Any] = {"bad_images": bad_images, "batch_size": batch_size}
     options |= {"progress": progress, "report": report}
-    folders = [*filter(os.path.isdir, sources)] if sync else None
+    folders = [*filter(os.path.isdir, map(os.path.expanduser, sources))] if sync else None
     return index_table(table, out, model, index, device, folders, **options)[0]
 
 
