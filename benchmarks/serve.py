@@ -21,8 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 from PIL import Image
@@ -98,6 +101,16 @@ def queries(kind: str, total: int) -> list[bytes]:
         return [request({"k": str(K)}, make_image(draw)) for _ in range(DIFFERENT)]
     ids = draw.integers(total, size=DIFFERENT)
     return [request({"k": str(K), "id": str(one)}, None) for one in ids]
+
+
+def wait_until_loaded(port: int) -> None:
+    """Wait while the server answers 503."""
+    for _ in range(600):
+        with suppress(HTTPError):
+            urlopen(f"http://127.0.0.1:{port}/healthz").close()
+            return
+        time.sleep(0.1)
+    raise TimeoutError("the server does not load the gallery")
 
 
 async def client(
@@ -179,6 +192,7 @@ def main() -> None:
             while (match := re.search(r":(\d+)/", process.stdout.readline())) is None:
                 assert process.poll() is None
             port = int(match[1])
+            wait_until_loaded(port)
             for kind in ("images", "ids"):
                 requests = queries(kind, len(gallery))
                 for clients, pause in ((1, 0), (options.clients, 1), (options.clients, 0)):

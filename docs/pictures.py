@@ -137,8 +137,7 @@ def search_map(page: Page, address: str) -> None:
     """Take a screenshot of the map of a gallery."""
     page.goto(address)
     page.locator("#to-map").click()
-    page.wait_for_selector("#map-waiting", state="visible")
-    page.wait_for_selector("#map-waiting", state="hidden", timeout=600_000)
+    page.wait_for_selector("#legend button", timeout=600_000)
     page.wait_for_timeout(1500)
     save("search-map", page.screenshot())
 

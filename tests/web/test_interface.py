@@ -210,6 +210,8 @@ def test_conditions_and_threshold(client):
         ({"id": 3, "where": '{"path": {"^=": "/"}}'}, 422, "no column 'path'"),
         ({"id": 3, "where": '{"year": {"~": 3}}'}, 422, "unknown operator"),
         ({"id": 3, "where": "{"}, 422, "not JSON"),
+        ({"id": 3, "where": '{"label": "\\ud800"}'}, 422, "not JSON"),
+        ({"id": 3, "where": '{"a":' * 3000 + "1" + "}" * 3000}, 422, "not JSON"),
         ({"id": 3, "where": ["year=2001", '{"year": 3}']}, 422, "two conditions of year"),
         ({"id": 3, "box": "0,0,2,1"}, 422, "LEFT,TOP,RIGHT,BOTTOM"),
         ({"id": 3, "box": "0.5,0,0.5,1"}, 422, "invalid box"),

@@ -189,8 +189,7 @@ class AccessMiddleware:
             )
         if scope["method"] not in ("GET", "HEAD") and not _same_origin(headers):
             raise HTTPException(403, "requests from other sites are not allowed")
-        address = (scope.get("client") or ("unknown",))[0]
-        scope["proximetry.client"] = client = address
+        client: str = (scope.get("client") or ("unknown",))[0]
         # A health check reveals nothing, and the static files are public.
         if self._tokens and not scope["path"].startswith(("/healthz", "/static/")):
             client = self._check_token(scope, headers)
@@ -264,7 +263,7 @@ def _log(scope: Scope, status: int, seconds: float, size: int) -> None:
     """Log a request as a line of JSON, without its query, which may contain the token."""
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "client": scope.get("proximetry.client"),
+        "client": (scope.get("client") or ("unknown",))[0],
         "method": scope["method"],
         "path": scope["path"],
         "status": status,

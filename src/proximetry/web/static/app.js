@@ -37,6 +37,7 @@ async function search(state) {
     showQueries(state.queries); // with their classes
     map.mark(answer.results.map((match) => match.id));
     showResults({ ...answer, milliseconds: performance.now() - started });
+    if (answer.images !== gallery.images) describe(await request("gallery")); // it has changed
   } catch (error) {
     if (error.name === "AbortError") return;
     showFailure();
@@ -89,6 +90,20 @@ async function route() {
   await showImage(state.image);
 }
 
+/** Show what the gallery contains, and the controls that it needs. */
+function describe(description) {
+  gallery = description;
+  $("gallery-name").textContent = `${gallery.name} \u00b7 ${pluralize(gallery.images, "image", "images")}`;
+  $("threshold-name").textContent = gallery.similarity === "cosine" ? "Minimum similarity" : "Maximum distance";
+  $("highlight-field").hidden = !gallery.class_count;
+  $("choose").hidden = !gallery.searches_images;
+  $("drop").classList.toggle("vectors", !gallery.searches_images);
+  map.hasImages = gallery.has_images;
+  setUp(gallery, explain);
+  setColumns(gallery, applyOptions);
+  showGallery(gallery);
+}
+
 const applyOptions = () => go({ where: readConditions(), results: $("count").value, combine: $("combine").value });
 
 // Theme
@@ -132,16 +147,8 @@ $("skip").addEventListener("click", (event) => {
 const map = new MapView({ isDark });
 try {
   gallery = await loadGallery((message) => { $("results-about").textContent = asSentence(message); });
-  $("gallery-name").textContent = `${gallery.name} \u00b7 ${pluralize(gallery.images, "image", "images")}`;
-  $("threshold-name").textContent = gallery.similarity === "cosine" ? "Minimum similarity" : "Maximum distance";
-  $("highlight-field").hidden = !gallery.class_count;
-  $("choose").hidden = !gallery.searches_images;
-  $("drop").classList.toggle("vectors", !gallery.searches_images);
-  map.hasImages = gallery.has_images;
-  setUp(gallery, explain);
-  setColumns(gallery, applyOptions);
+  describe(gallery);
   loadMarks(gallery, () => map.redraw());
-  showGallery(gallery);
   listenForImages(gallery);
   listenForMarks();
   listenForViewer();

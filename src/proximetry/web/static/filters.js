@@ -18,10 +18,7 @@ export function setColumns(gallery, onChange) {
   $("classes").replaceChildren(...gallery.classes.map(({ name }) => make("option", { value: name })));
   $("class-field").hidden = !gallery.class_count;
   $("add-filter").hidden = !columns.length;
-  for (const column of columns) {
-    const options = column.values.map((value) => make("option", { value }));
-    if (column.name !== "label") $("lists").append(make("datalist", { id: `values-${columns.indexOf(column)}` }, ...options));
-  }
+  $("lists").replaceChildren(...columns.map((column, number) => make("datalist", { id: `values-${number}` }, ...column.values.map((value) => make("option", { value })))));
 }
 
 /** Match the name of a class whatever its case. */

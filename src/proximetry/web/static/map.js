@@ -1,7 +1,7 @@
 // The map: points on a canvas with pan, zoom and selection.
 
 import { findItems, request } from "./api.js";
-import { $, announce, make } from "./dom.js";
+import { $, announce, formatCount, make } from "./dom.js";
 import { findClass } from "./filters.js";
 import { select, selected } from "./marks.js";
 import { card } from "./results.js";
@@ -61,7 +61,7 @@ export class MapView {
     $("map-waiting").hidden = true;
     this.data = data;
     const { ids, images, labels } = data;
-    const sample = ids.length < images ? `a sample of ${ids.length} of ${images} images` : `${images} images`;
+    const sample = ids.length < images ? `a sample of ${formatCount(ids.length)} of ${formatCount(images)} images` : `${formatCount(images)} images`;
     this.sample = sample + (data.outdated ? ", updating \u2026" : "");
     this.canvas.setAttribute("aria-label", `Map of the gallery: ${sample}${labels.length ? ` in ${labels.length} classes` : ""}`);
     if (!ids.length) this.showState("No images yet.", false);

@@ -161,6 +161,7 @@ function exportTags() {
 
 /** Show all marked images, or those with a tag. */
 export async function showMarked() {
+  $("to-marked").hidden = false;
   const entries = Object.entries(marks);
   const tags = [...new Set(entries.flatMap(([, mark]) => mark.tags))].sort();
   const chosen = $("marked-tags").querySelector("[aria-pressed=true]")?.dataset.tag;

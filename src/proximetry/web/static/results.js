@@ -125,8 +125,9 @@ function showVerdict() {
   const { label, votes, neighbors } = prediction;
   const lines = [];
   if (label !== null) {
-    const all = votes === neighbors;
-    lines.push(make("p", { className: "vote" }, all ? "All are " : votes * 2 > neighbors ? "Most are " : "Most frequent: ", make("b", {}, String(label)), `, ${votes} of the nearest ${neighbors}`));
+    const name = make("b", {}, String(label));
+    if (votes === neighbors) lines.push(make("p", { className: "vote" }, `The nearest ${votes === 1 ? "image is" : `${votes} are all`} `, name));
+    else lines.push(make("p", { className: "vote" }, votes * 2 > neighbors ? "Most are " : "Most frequent: ", name, `, ${votes} of the nearest ${neighbors}`));
   }
   const [nearest] = results;
   if (nearest?.match === false) {
