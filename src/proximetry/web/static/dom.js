@@ -54,6 +54,9 @@ export function showError(text) {
   if (text) announce(text);
 }
 
+/** Return the parts of a text between which a line may break: after _ . - and /. */
+export const breakable = (text) => text.split(/(?<=[_./-])/).flatMap((part, number) => (number ? [make("wbr"), part] : [part]));
+
 /** Name an item: its class, else its file. */
 export function nameOf(item) {
   if (item.label !== null) return String(item.label);

@@ -1,6 +1,6 @@
 // The grid of results, and what they say about the class of the query.
 
-import { $, announce, asSentence, button, formatCount, make, nameOf, percent, pluralize, thumbnail } from "./dom.js";
+import { $, announce, asSentence, breakable, button, formatCount, make, nameOf, percent, pluralize, thumbnail } from "./dom.js";
 import { checkbox, describeMarks } from "./marks.js";
 import { go, readState, replace, searchFor } from "./state.js";
 
@@ -44,7 +44,7 @@ export function card(item, { size = 320, rank = null } = {}) {
     "aria-label": `${facts.filter(Boolean).join(", ")}: open`,
   }, thumbnail(item, size));
   if (rank === null) {
-    words.append(make("span", { className: "label" }, nameOf(item)));
+    words.append(make("span", { className: "label" }, ...breakable(nameOf(item))));
   } else {
     open.append(make("span", { className: "rank" }, String(rank)));
     const title = probability === null ? `${measure()} (${cosine() ? "cosine" : "Euclidean"})` : "Probability of the same class";
@@ -55,7 +55,7 @@ export function card(item, { size = 320, rank = null } = {}) {
       line.append(make("span", { className: "bar" }, bar));
     }
     line.append(make("span", { className: "score", title }, probability === null ? score(similarity) : percent(probability)));
-    words.append(make("span", { className: "label" }, label || nameOf(item)), line);
+    words.append(make("span", { className: "label" }, ...breakable(label || nameOf(item))), line);
     if (probability !== null) words.append(make("span", { className: "file" }, `${measure()} ${score(similarity)}`));
   }
   words.append(make("span", { className: "marks", data: { marks: item.id } }, ...describeMarks(item)));
@@ -80,7 +80,7 @@ export function showStart(items) {
   $("results-about").textContent = !gallery.images ? "Add images with `proximetry index`" : gallery.searches_images ? `or ${matchMedia("(pointer: coarse)").matches ? "" : "drop, paste or "}choose an image` : "";
   $("grid").replaceChildren(...items.map((item) => {
     const start = make("button", { type: "button", className: "card", "aria-label": `Search with ${nameOf(item)}` }, thumbnail(item, 320),
-      make("span", { className: "words" }, make("span", { className: "label" }, nameOf(item))));
+      make("span", { className: "words" }, make("span", { className: "label" }, ...breakable(nameOf(item)))));
     start.addEventListener("click", () => searchFor([{ id: item.id }]));
     return make("li", {}, start);
   }));
