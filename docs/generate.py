@@ -126,7 +126,7 @@ def losses() -> str:
     head = "loss", "class", "similarity S", "positive logit", "negative logit"
     rows = [
         (
-            f"[{title(name)}]({name}.md)",
+            link(name),
             f"`{cls.__name__}`",
             SIMILARITIES[cls.form.similarity],
             logit(cls, "positive_logit"),
@@ -163,12 +163,19 @@ def package_losses() -> list[tuple[str, type[ProxyLoss]]]:
     return [(n, cls) for n, cls in LOSSES.items() if cls.__module__.startswith("proximetry.")]
 
 
-def title(name: str) -> str:
-    """Return the title of the page of a loss, up to a colon."""
-    page = DOCS / "losses" / f"{name}.md"
-    if not page.exists():
-        raise SystemExit(f"the loss {name!r} has no page: write {page}")
-    return page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").partition(":")[0]
+def link(name: str) -> str:
+    """Return a link to the page of a loss or its section, with the heading up to a colon."""
+    for page in sorted((DOCS / "losses").glob("*.md")):
+        before, marker, _ = page.read_text(encoding="utf-8").partition(
+            f"<!-- generated: signature {name} -->"
+        )
+        if marker:
+            level, _, heading = re.findall("^#+ .*", before, re.MULTILINE)[-1].partition(" ")
+            anchor = (
+                "" if level == "#" else "#" + re.sub(r"[^\w]+", "-", heading.lower()).strip("-")
+            )
+            return f"[{heading.partition(':')[0]}]({page.name}{anchor})"
+    raise SystemExit(f"the loss {name!r} has no page: write {DOCS / 'losses' / name}.md")
 
 
 def recipe_keys(section: str) -> str:

@@ -327,8 +327,8 @@ def test_integer_class_weights_and_learned_scales_equal_dense():
             super().build(arguments)
             self.rate = torch.nn.Parameter(torch.tensor(4.0))
 
-        def negative_logit(self, length):
-            return self.rate.expand(len(length)), 0.3
+        def negative_logit(self, batch):
+            return self.rate.expand(len(batch.x)), 0.3
 
         def negative_weight(self, classes, present):
             return 2

@@ -137,3 +137,65 @@ def sphereface(x, w, y, margin=4, lam=1000.0 / 1.12):
         theta = np.arccos(z[i, y[i]])
         z[i, y[i]] = (lam * np.cos(theta) + psi(theta, margin)) / (1 + lam)
     return cross_entropy(np.linalg.norm(x, axis=1, keepdims=True) * z, y)
+
+
+def softmax_with_margin(x, w, y, scale, margin):
+    """Cross-entropy with the logit scale · margin(θ, i) of each sample's class."""
+    z = cosine(x, w).max(-1)
+    for i in range(len(x)):
+        z[i, y[i]] = margin(np.arccos(z[i, y[i]]), i)
+    return cross_entropy(scale * z, y)
+
+
+def angular(theta, m):
+    """ArcFace's cos(θ + m), continued beyond π."""
+    return np.cos(theta) + np.cos(m) - 1 if theta > np.pi - m else np.cos(theta + m)
+
+
+def combined_margin(x, w, y, scale=64.0, m1=1.0, m2=0.3, m3=0.2):
+    def margin(theta, i):
+        last = (np.pi - m2) / m1
+        if theta > last:
+            return np.cos(theta) - np.cos(last) - 1 - m3
+        return np.cos(m1 * theta + m2) - m3
+
+    return softmax_with_margin(x, w, y, scale, margin)
+
+
+def adaface(x, w, y, scale=64.0, margin=0.4, concentration=1 / 3, mean=20.0, deviation=100.0):
+    """Kim et al. 2022, eqs. 13 to 15, clipped as in the authors' code."""
+    lengths = np.clip(np.linalg.norm(x, axis=1), 0.001, 100)
+    z = np.clip((lengths - mean) / (deviation + 0.001) * concentration, -1, 1)
+
+    def logit(theta, i):
+        return np.cos(np.clip(theta - margin * z[i], 0, np.pi)) - margin * (z[i] + 1)
+
+    return softmax_with_margin(x, w, y, scale, logit)
+
+
+def magface(
+    x, w, y, scale=64.0, margin_min=0.45, margin_max=0.8, length_min=10.0, length_max=110.0,
+    magnitude_weight=35.0,
+):  # fmt: skip
+    """Meng et al. 2021, eq. 3 and the functions of section 3.3."""
+    a = np.clip(np.linalg.norm(x, axis=1), length_min, length_max)
+    m = np.interp(a, [length_min, length_max], [margin_min, margin_max])
+    loss = softmax_with_margin(x, w, y, scale, lambda theta, i: angular(theta, m[i]))
+    return loss + magnitude_weight * np.mean(a / length_max**2 + 1 / a)
+
+
+def elasticface(x, w, y, scale=64.0, margin=0.5):
+    """Without random numbers."""
+    return arcface(x, w, y, scale, margin)
+
+
+def dynamic_margin(
+    x, w, y, scale=64.0, margin_min=0.05, margin_max=0.5, exponent=0.25, counts=None
+):
+    """Ha et al. 2020, section 2.2, with the limits of the authors' code."""
+    n = np.ones(len(w)) if counts is None else np.asarray(counts, float)
+    m = np.full(len(w), margin_max)
+    if n.min() < n.max():
+        values = [float(n.max()) ** -exponent, float(n.min()) ** -exponent]
+        m = np.interp(n**-exponent, values, [margin_min, margin_max])
+    return softmax_with_margin(x, w, y, scale, lambda theta, i: angular(theta, m[y[i]]))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from proximetry import losses
 from proximetry.losses import streamed as streamed_module
-from tests.losses.cases import NAMES, batch, make
+from tests.losses.cases import NAMES, batch, make, prepared
 
 ENGINES = ["dense", "streamed"]
 SMOOTH = [name for name in NAMES if "label_smoothing" in losses.loss_settings(name)]
@@ -202,12 +202,14 @@ def test_label_smoothing_equals_cross_entropy(
             loss.tau = 0.0
         inside = x.clone().requires_grad_()
         if way == "by hand":
-            length, S = inside.norm(dim=1), loss.similarities(inside)
-            scale, _ = loss.negative_logit(length)
+            prepared_batch, S = prepared(inside, y), loss.similarities(inside)
+            scale, _ = loss.negative_logit(prepared_batch)
             z = S * (scale.unsqueeze(1) if isinstance(scale, torch.Tensor) else scale)
-            own = loss.positive_logit(S.gather(1, y.unsqueeze(1)).squeeze(1), length)
+            own = loss.positive_logit(S.gather(1, y.unsqueeze(1)).squeeze(1), prepared_batch)
             z = z.scatter(1, y.unsqueeze(1), own.unsqueeze(1))
             value = F.cross_entropy(z, y, label_smoothing=smoothing)
+            penalty = loss.penalty(prepared_batch)
+            value = value if penalty is None else value + penalty.mean()
         else:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setitem(streamed_module.TILE_ENTRIES, "cpu", entries)

@@ -134,8 +134,9 @@ def test_sample_wise_loss_is_the_loss_of_the_sampled_classes(monkeypatch, name, 
         with torch.no_grad():
             small.proxies.weight.copy_(loss.proxies.weight[classes])
         remaining = torch.tensor([classes.index(c) if c >= 0 else -1 for c in y.tolist()])
-        if name == "sphereface":
-            small.step.copy_(loss.step)
+        for key, value in loss.state_dict().items():
+            if value.ndim == 0:  # step counters and statistics
+                small.state_dict()[key].copy_(value)
         got, expected = value_and_gradients(loss, x, y), value_and_gradients(small, x, remaining)
         torch.testing.assert_close(got[:2], expected[:2])
         full = torch.zeros_like(loss.proxies.weight).index_copy(
@@ -163,11 +164,11 @@ def test_label_smoothing_takes_the_mean_of_the_sampled_classes(monkeypatch, name
 @pytest.mark.parametrize("name", NAMES)
 def test_evaluation_mode_and_a_share_of_one_use_all_classes(name):
     x, y = batch(size=4, classes=30, dtype=torch.float32)
-    sampled = make(name, 30, k=2, sampled_negatives=0.3)
+    everything, sampled = make(name, 30, k=2).eval(), make(name, 30, k=2, sampled_negatives=0.3)
+    whole = make(name, 30, k=2), make(name, 30, k=2, sampled_negatives=1.0)
     state = torch.get_rng_state()
-    expected = value_and_gradients(make(name, 30, k=2), x, y)
-    for loss in (sampled.eval(), make(name, 30, k=2, sampled_negatives=1.0)):
-        got = value_and_gradients(loss, x, y)
+    for plain, loss in ((everything, sampled.eval()), whole):
+        expected, got = (value_and_gradients(one, x, y) for one in (plain, loss))
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert torch.equal(torch.get_rng_state(), state), "nothing is drawn"
 

@@ -45,6 +45,8 @@ def run(loss, x, y, w, **options):
 def compare(name, classes=classes, weights=None, cut=cuts[0], reduction="mean", **settings):
     if name == "proxy_nca_plus_plus":
         settings["learn_temperature"] = True
+    if name == "elasticface":  # random margins: see below
+        settings["deviation"] = 0.0
     whole = make(name, classes, **settings).double()
     shard = losses.shard(make(name, classes, **settings).double())
     labels, mine = y % classes, slice(cut[rank], cut[rank + 1])
@@ -82,6 +84,13 @@ for name in losses.LOSSES:
         case(name, reduction="none", label_smoothing=0.2)
 case("mpa", negative_classes="absent")
 case("mpa", negative_classes="absent", weights=w, reduction="none", engine="streamed")
+
+# All ranks draw the same random margins.
+torch.manual_seed(rank)
+values = [torch.empty(1) for _ in range(ranks)]
+dist.all_gather(values, losses.shard(make("elasticface", classes))(x.float(), y).detach()[None])
+if len(set(values[i].item() for i in range(ranks))) > 1:
+    failed.append(f"random margins: {values}")
 
 errors = {}
 def error_of(key, call):
@@ -124,7 +133,10 @@ torch.manual_seed(3 + rank)
 with torch.device("meta"):
     drawn = losses.create("soft_triple", 10_000, 4, proxies_per_class=2)
     learned = losses.create("proxy_nca_plus_plus", 9, 4, temperature=0.3, learn_temperature=True)
-drawn, learned = losses.shard(drawn), losses.shard(learned)
+    sized = losses.create("dynamic_margin", 9, 4)
+drawn, learned, sized = losses.shard(drawn), losses.shard(learned), losses.shard(sized)
+sized.set_class_counts(range(1, 10))
+sized(torch.randn(12, 4), y + 2)
 result = {
     "failed": failed,
     "errors": errors,

@@ -16,4 +16,4 @@ def suggest(name: str, valid_names: Iterable[str]) -> str:
     match = get_close_matches(name.lower(), names, 1)
     if match:
         return f", did you mean {match[0]!r}?"
-    return f". Valid names: {', '.join(names)}." if len(names) <= 24 else "."
+    return f". Valid names: {', '.join(names)}." if len(names) <= 40 else "."

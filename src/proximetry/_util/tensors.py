@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,17 @@ def inner_products(left: Tensor, right: Tensor) -> Tensor:
 def contiguous_copy(tensor: Tensor) -> Tensor:
     """Return a contiguous copy on the CPU: safetensors rejects shared memory and channels-last."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+@contextmanager
+def common_random_numbers(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Seed torch's random numbers within the context, for the same on all ranks; None does not."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def gather_rows(

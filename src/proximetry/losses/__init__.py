@@ -8,6 +8,7 @@ Regularizers are modules over the proxies and can be added to any loss.
 """
 
 from proximetry.losses.base import LOSSES, ProxyLoss, create
+from proximetry.losses.batch import Batch
 from proximetry.losses.form import LossForm
 from proximetry.losses.gathered_loss import Gathered, gathered
 from proximetry.losses.pairs import PAIR_LOSSES, PairLoss
@@ -33,6 +34,13 @@ from proximetry.losses.softmax import (
     SoftTriple,
     SphereFace,
 )
+from proximetry.losses.softmax_margins import (
+    AdaFace,
+    CombinedMargin,
+    DynamicMargin,
+    ElasticFace,
+    MagFace,
+)
 
 __all__ = [
     "LOSSES",
@@ -40,14 +48,20 @@ __all__ = [
     "MPAAP",
     "MPADW",
     "PAIR_LOSSES",
+    "AdaFace",
     "AngularCenterLoss",
     "ArcFace",
+    "Batch",
     "CenterLoss",
+    "CombinedMargin",
     "CosFace",
+    "DynamicMargin",
+    "ElasticFace",
     "ExclusiveRegularizer",
     "Gathered",
     "IntraClassRegularizer",
     "LossForm",
+    "MagFace",
     "NormSoftmax",
     "PairLoss",
     "Proxies",

@@ -127,17 +127,28 @@ class ProxyLoss(ConfigurableModule):
         #: Updates the proxies during backward in training mode, instead of giving them a gradient.
         self.proxy_optimizer: ProxyOptimizer | None = None
 
-    def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """Return the logit of each sample's class from its similarity S [B] and ‖x‖ [B].
+    def positive_logit(self, similarity: Tensor, batch: Batch) -> Tensor:
+        """Return the logit of each sample's class from its similarity S [B].
 
-        Losses without a margin use the logit of the other classes.
+        ``batch`` has lengths ‖x‖, labels and weights. Losses without a margin use the logit of the
+        other classes.
         """
-        scale, offset = self.negative_logit(length)
+        scale, offset = self.negative_logit(batch)
         return scale * similarity + offset
 
-    def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
+    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float]:
         """Return (scale, offset) of the other classes' logit, ``scale · S + offset``."""
         raise NotImplementedError
+
+    def penalty(self, batch: Batch) -> Tensor | None:
+        """Return numbers [B] to add to the terms of the samples; only for sample-wise losses."""
+        return None
+
+    def update_state(self, batch: Batch) -> None:
+        """Update buffers in place, before the logits; called once per step in training mode."""
+
+    def set_class_counts(self, counts: Sequence[int] | NDArray[np.integer[Any]]) -> None:
+        """Set the number of training images of each class [C]; most losses do not use it."""
 
     def negative_weight(
         self, classes: int, present: Callable[[], tuple[Tensor, Tensor]]
@@ -193,7 +204,10 @@ class ProxyLoss(ConfigurableModule):
             name = self.choose_engine(len(embeddings))
             engine = _ENGINES[name]()
             batch = engine.normalize(embeddings, labels, weights, proxies.dtype)
-            scale, offset = self.negative_logit(batch.length)
+            if self.training:
+                with torch.no_grad():
+                    self.update_state(batch)
+            scale, offset = self.negative_logit(batch)
             update, optimizer = None, self.proxy_optimizer if self.training else None
             if optimizer is not None:
                 optimizer.check(self.proxies)
@@ -230,11 +244,14 @@ class ProxyLoss(ConfigurableModule):
         """Return the reduced loss, the same reduction of 1, and the intra-class distance."""
         smoothing, classes = self.label_smoothing, self.proxies.num_classes
         parts = engine.solve(replace(problem, needs_total=smoothing > 0.0))
-        positive = self.positive_logit(parts.positive, batch.length)
+        positive = self.positive_logit(parts.positive, batch)
         terms, weights = join_by_sample(self.form, positive, parts.negatives), batch.weights
         if parts.total is not None:
             others = problem.scale * (parts.total - parts.positive) + problem.offset * (classes - 1)
             terms = terms + smoothing * (positive - (positive + others) / classes)
+        penalty = self.penalty(batch)
+        if penalty is not None:
+            terms = terms + penalty
         if reduction == "mean":
             return *engine.mean(terms, weights), parts.distance
         terms = terms * weights
@@ -256,7 +273,7 @@ class ProxyLoss(ConfigurableModule):
         per_class = reduction == "none"
         weight = None if per_class else class_weight
         parts = engine.solve(replace(problem, class_weight=weight, log_weights=log_weights))
-        logit = self.positive_logit(parts.positive, batch.length)
+        logit = self.positive_logit(parts.positive, batch)
         if per_class:
             _, count = present()
             terms = pull_by_class(logit + log_weights, labels, classes) / count.clamp(min=1.0)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from proximetry._util.formatting import format_value
-from proximetry._util.tensors import gather_rows
+from proximetry._util.tensors import common_random_numbers, gather_rows
 from proximetry.losses.base import Weights, labels_tensor, weights_tensor
 from proximetry.losses.sharded import ShardedProxies
 
@@ -53,11 +53,9 @@ class Gathered(nn.Module):
         batch = gather_batch(embeddings, labels, weights, self.group)
         if batch.weights is not None:
             kwargs["weights"] = batch.weights
-        if batch.seed is None:
-            return self.loss(batch.embeddings, batch.labels, **kwargs)  # type: ignore[no-any-return]
-        self._share_state()
-        with torch.random.fork_rng([embeddings.device] if embeddings.is_cuda else []):
-            torch.manual_seed(batch.seed)
+        if batch.seed is not None:
+            self._share_state()
+        with common_random_numbers(batch.seed, embeddings.device):
             return self.loss(batch.embeddings, batch.labels, **kwargs)  # type: ignore[no-any-return]
 
     @torch.no_grad()

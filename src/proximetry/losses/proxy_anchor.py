@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from proximetry.losses.base import ProxyLoss
+from proximetry.losses.batch import Batch
 from proximetry.losses.form import LossForm
 from proximetry.losses.settings import cosine_margin, count, non_negative, one_of, positive, setting
 
@@ -19,11 +20,11 @@ class _AnchorLogits:
     alpha: float
     margin: float
 
-    def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
+    def positive_logit(self, similarity: Tensor, batch: Batch) -> Tensor:
         """Return −α(S − δ): large while the sample is far from its class."""
         return -self.alpha * (similarity - self.margin)
 
-    def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
+    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float]:
         """Return scale and offset of α(S + δ): large while the sample is near another class."""
         return self.alpha, self.alpha * self.margin
 

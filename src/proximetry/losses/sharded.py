@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from proximetry._util.tensors import gather_rows
+from proximetry._util.tensors import common_random_numbers, gather_rows
 from proximetry.losses.dense import pull_by_class
 from proximetry.losses.form import Parts, Problem
 from proximetry.losses.proxies import Init, Proxies, draw
@@ -66,8 +66,8 @@ def shard(loss: Loss, group: dist.ProcessGroup | None = None) -> Loss:
             f"num_classes must be at least the number of ranks, {ranks}; got "
             f"{proxies.num_classes}. Use fewer ranks."
         )
-    if proxies.weight.is_meta:  # the other tensors do not depend on the number of classes
-        loss.load_state_dict(_other_state(loss.rebuild(num_classes=1)), strict=False, assign=True)
+    if proxies.weight.is_meta:  # the other tensors do not depend on the dimension
+        loss.load_state_dict(_other_state(loss.rebuild(dim=1)), strict=False, assign=True)
     shared: list[Any] = [_other_state(loss), int(torch.randint(2**62, ()))]
     if ranks > 1:
         dist.broadcast_object_list(shared, group=group, group_src=0)
@@ -140,7 +140,8 @@ class ShardedProxies(Proxies):
         from proximetry.losses.gathered_loss import gather_batch  # imports this module
 
         batch = gather_batch(embeddings, labels, weights, self.group, self.host_group)
-        return ShardedBatch(self, batch.counts), batch.embeddings, batch.labels, batch.weights
+        shard = ShardedBatch(self, batch.counts, batch.seed)
+        return shard, batch.embeddings, batch.labels, batch.weights
 
     def sum(self, *values: Tensor | None) -> list[Any]:
         """Sum tensors over the ranks in one collective; None stays None.
@@ -166,10 +167,11 @@ def class_range(num_classes: int, rank: int, ranks: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """The computation of a loss: its proxies, and the number of samples of each rank."""
+    """The computation of a loss: its proxies, the number of samples of each rank, and a seed."""
 
     proxies: ShardedProxies
     counts: list[int]
+    seed: int | None
 
     def compute(
         self, loss: ProxyLoss, engine: Engine, problem: Problem, batch: Batch, reduction: Any
@@ -177,10 +179,9 @@ class ShardedBatch:
         """Return the loss; the arguments are those of `ProxyLoss._reduce_by_sample`."""
         by_sample = loss.form.by == "sample"
         engine = engine._replace(solve=partial(self._solve, engine.solve))
-        if by_sample:
-            value, factor, distance = loss._reduce_by_sample(engine, problem, batch, reduction)
-        else:
-            value, factor, distance = self._reduce_by_class(loss, engine, problem, batch, reduction)
+        reduce = loss._reduce_by_sample if by_sample else partial(self._reduce_by_class, loss)
+        with common_random_numbers(self.seed, problem.x.device):
+            value, factor, distance = reduce(engine, problem, batch, reduction)
         if distance is not None:
             value = value + loss.tau * distance * factor
         return self._own_rows(value) if by_sample and reduction == "none" else value
@@ -229,7 +230,7 @@ class ShardedBatch:
         per_class = reduction == "none"
         weight = None if per_class else class_weight
         parts = engine.solve(replace(problem, class_weight=weight, log_weights=batch.log_weights))
-        logit = loss.positive_logit(parts.positive, batch.length)
+        logit = loss.positive_logit(parts.positive, batch)
         distance = parts.distance
         if per_class:
             logit = self._enter(logit + batch.log_weights)

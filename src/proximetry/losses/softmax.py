@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from proximetry.losses.base import ProxyLoss
+from proximetry.losses.batch import Batch
 from proximetry.losses.form import LossForm
 from proximetry.losses.settings import (
     angle,
@@ -33,7 +34,7 @@ class ProxyNCA(ProxyLoss, name="proxy_nca"):
     default_init = "normal"
     temperature: float = setting(positive, "temperature T", default=1.0)
 
-    def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
+    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float]:
         """Return scale and offset of 2S/T."""
         return 2.0 / self.temperature, 0.0
 
@@ -90,11 +91,12 @@ class ProxyNCAPlusPlus(_Softmax, name="proxy_nca_plus_plus"):
             with torch.no_grad():
                 self.log_temperature.fill_(math.log(value))
 
-    def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
+    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float]:
         """Return scale and offset of 2S/T."""
         if self.log_temperature is None:
             return 2.0 / self._temperature, 0.0
-        return (2.0 * torch.exp(-self.log_temperature)).to(length.dtype).expand_as(length), 0.0
+        scale = 2.0 * torch.exp(-self.log_temperature)
+        return scale.to(batch.length.dtype).expand_as(batch.length), 0.0
 
 
 class SoftTriple(_Softmax, name="soft_triple"):
@@ -124,11 +126,11 @@ class SoftTriple(_Softmax, name="soft_triple"):
     margin: float = setting(finite, "margin δ", default=0.01)
     tau: float = setting(non_negative, "weight τ of the intra-class term", default=0.2)
 
-    def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
+    def positive_logit(self, similarity: Tensor, batch: Batch) -> Tensor:
         """Return λ(S − δ)."""
         return self.scale * (similarity - self.margin)
 
-    def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
+    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float]:
         """Return scale and offset of λS."""
         return self.scale, 0.0
 
@@ -155,7 +157,7 @@ class NormSoftmax(_Softmax, name="norm_softmax"):
         count, "proxies per class K; the nearest counts (sub-centers)", default=1, last=True
     )
 
-    def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
+    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float]:
         """Return scale and offset of λS."""
         return self.scale, 0.0
 
@@ -167,7 +169,7 @@ class CosFace(NormSoftmax, name="cosface"):
     scale: float = setting(positive, "scale λ", default=64.0)
     margin: float = setting(finite, "margin m, in cosine", default=0.35)
 
-    def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
+    def positive_logit(self, similarity: Tensor, batch: Batch) -> Tensor:
         """Return λ(S − m)."""
         return self.scale * (similarity - self.margin)
 
@@ -182,14 +184,31 @@ class ArcFace(CosFace, name="arcface"):
     use = "Recognition with very many classes and a similarity threshold; usual for faces."
     margin: float = setting(angle, "margin m in **radians**", default=0.5)
 
-    def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
-        """Return λ cos(θ + m). The arc cosine is avoided: its slope is infinite at ±1."""
-        cosine, sine = math.cos(self.margin), math.sin(self.margin)
-        # 1 − s² would cancel near s = 1. With the clamp the slope at s = 1 is zero, not infinite.
-        tiny = torch.finfo(similarity.dtype).tiny
-        sine_theta = ((1.0 - similarity) * (1.0 + similarity)).clamp(min=tiny).sqrt()
-        cosine_sum = similarity * cosine - sine_theta * sine
-        return self.scale * torch.where(similarity > -cosine, cosine_sum, similarity + cosine - 1.0)
+    def positive_logit(self, similarity: Tensor, batch: Batch) -> Tensor:
+        """Return λ cos(θ + m)."""
+        return self.scale * add_angle(similarity, self.margin)
+
+
+def sine(cosine: Tensor) -> Tensor:
+    """Return sin θ from cos θ, for θ from 0 to π."""
+    # 1 − s² would cancel near s = 1. With the clamp the slope at s = 1 is zero, not infinite.
+    tiny = torch.finfo(cosine.dtype).tiny
+    return ((1.0 - cosine) * (1.0 + cosine)).clamp(min=tiny).sqrt()
+
+
+def add_angle(cosine: Tensor, margin: float | Tensor) -> Tensor:
+    """Return cos(θ + m) from cos θ, and cos θ + cos m − 1 for θ > π − m, for m from 0 to π.
+
+    The arc cosine is avoided: its slope is infinite at ±1.
+    """
+    cosine_m: float | Tensor
+    sine_m: float | Tensor
+    if isinstance(margin, Tensor):
+        cosine_m, sine_m = margin.cos(), margin.sin()
+    else:
+        cosine_m, sine_m = math.cos(margin), math.sin(margin)
+    cosine_sum = cosine * cosine_m - sine(cosine) * sine_m
+    return torch.where(cosine > -cosine_m, cosine_sum, cosine + cosine_m - 1.0)
 
 
 class SphereFace(_Softmax, name="sphereface"):
@@ -237,14 +256,14 @@ class SphereFace(_Softmax, name="sphereface"):
             self.step.add_(1)
         return loss
 
-    def positive_logit(self, similarity: Tensor, length: Tensor) -> Tensor:
+    def positive_logit(self, similarity: Tensor, batch: Batch) -> Tensor:
         """Return ‖x‖(λ cos θ + ψ(θ))/(1 + λ)."""
         lam = self.annealed_lambda().to(similarity.dtype)
-        return length * (lam * similarity + self._psi(similarity)) / (1.0 + lam)
+        return batch.length * (lam * similarity + self._psi(similarity)) / (1.0 + lam)
 
-    def negative_logit(self, length: Tensor) -> tuple[float | Tensor, float]:
+    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float]:
         """Return scale and offset of ‖x‖ cos θ."""
-        return length, 0.0
+        return batch.length, 0.0
 
     def _psi(self, cosine: Tensor) -> Tensor:
         with torch.no_grad():  # the branch is a step function of the angle

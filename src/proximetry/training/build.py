@@ -111,7 +111,9 @@ def build(
     loss = copy.deepcopy(context.components.loss)
     if loss is None:
         loss = load_loss(recipe.loss, len(data.class_names), embedder.dim)
-    objective = Objective(recipe.loss, data.class_names, embedder.dim, loss).to(world.device)
+    objective = Objective(recipe.loss, data.class_names, embedder.dim, loss, data.class_counts).to(
+        world.device
+    )
     updater = Updater(
         recipe,
         embedder,

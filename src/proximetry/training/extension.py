@@ -78,7 +78,8 @@ class Start(Callback):
         weight = loss["proxies.weight"]
         proxies = Proxies(len(weight), weight.shape[2], weight.shape[1])
         proxies.load_state_dict({name: loss[f"proxies.{name}"] for name in proxies.state_dict()})
-        others = {key: value for key, value in loss.items() if "proxies." not in key}
+        of_classes = ("proxies.", "class_counts")
+        others = {k: v for k, v in loss.items() if not any(name in k for name in of_classes)}
         embedder = read_part(path, "average" if recipe.training.ema else "embedder")[1]
         return cls(proxies, embedder, others)
 

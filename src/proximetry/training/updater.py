@@ -33,7 +33,8 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
 class Objective(nn.Module):
     """Loss and regularizers in one module with one state dictionary.
 
-    Class names are in the order of the labels; ``custom_loss`` replaces the loss of the config.
+    Class names, and the numbers of training images of the classes, are in the order of the labels;
+    ``custom_loss`` replaces the loss of the config.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Objective(nn.Module):
         class_names: Sequence[str],
         dim: int,
         custom_loss: nn.Module | None = None,
+        class_counts: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.loss: nn.Module
@@ -70,6 +72,8 @@ class Objective(nn.Module):
             if config.sharded:
                 proxies = losses.shard(self.loss).proxies
             proxies.names = list(class_names)
+            if class_counts is not None:
+                self.loss.set_class_counts(class_counts)
         self.proxies = proxies
         self.projected = config.optimization == "projected"
         for key, is_set in (

@@ -93,6 +93,12 @@ class TrainingData(ABC):
         self.class_names, self._codes = list(train.class_names), train.codes
         self.sampler = make_sampler(self._recipe, train.codes, self.world)
 
+    @property
+    def class_counts(self) -> list[int]:
+        """The number of training rows of each class; 0 for classes without data."""
+        counts: list[int] = np.bincount(self._codes, minlength=len(self.class_names)).tolist()
+        return counts
+
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield input and labels of this process's part of each batch, from batch ``start`` on.
