@@ -1,6 +1,8 @@
 """Recall of every index where labels are clusters: filters, removals, long lists, `auto`."""
 
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -121,3 +123,21 @@ def test_recall_below_the_goal_is_reported(tmp_path, monkeypatch):
     (info,) = gallery._snapshot.manifest.segments
     assert info.recall < indexes.RECALL
     assert "below 0.98" in lines[0]
+
+
+def test_search_after_import_of_torch_utils(tmp_path):
+    """pytorch-metric-learning imports it, which replaces the methods of faiss for the process."""
+    script = """
+import sys
+import numpy as np
+import faiss.contrib.torch_utils
+from proximetry.search import indexes
+
+vectors = np.random.default_rng(0).normal(size=(500, 8)).astype("float32")
+vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+for kind in ("HNSW32", "IVF8,Flat", "BFlat"):
+    file = __import__("pathlib").Path(sys.argv[1], kind.replace(",", "-"))
+    indexes.build(kind, vectors, "cosine", file, lambda done, total: None)
+    assert (indexes.Index(file, kind).candidates(vectors[:9], 1)[:, 0] == np.arange(9)).all()
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)

@@ -289,7 +289,10 @@ def test_images_and_vectors_are_not_mixed(files, images, cache, recipe, tmp_path
         (["evaluate", tmp_path / "i", files / "v.npz"], "this embedder takes images"),
         (["embed", tmp_path / "i", files / "v.npz", *out], "this embedder takes images"),
         (["embed", tmp_path / "e", files / "v.npz", *out], "7 dimensions"),
-        (["index", files / "v.npz", "--model", tmp_path / "i", *gallery], "v.npz has vectors"),
+        (
+            ["index", files / "v.npz", "--model", tmp_path / "i", *gallery],
+            "vectors of 10 dimensions",
+        ),
         (["index", images, "--model", tmp_path / "e", *gallery], "e takes vectors of 7 dimensions"),
     ):
         assert main([*map(str, words)]) == 2

@@ -527,7 +527,7 @@ class Recipe(Section):
             )
         if self.loss.relational and self.loss.teacher == EMA and not self.training.ema:
             raise ValueError(
-                "loss.teacher ema needs training.ema above 0, such as 0.99, or set another teacher"
+                "loss.relational needs training.ema above 0, such as 0.99, or a loss.teacher"
             )
         if self.loss.sharded and self.training.precision == "float16":
             # The gradient scaler could skip a step on one process only.

@@ -252,7 +252,7 @@ class Gallery:
 
         Examples:
             >>> Gallery.open("gallery").to("cpu").search(np.eye(2), k=1).ids.tolist()
-            [[0], [1]]
+            [[0], [2]]
         """
         self._check_local("to")
         chosen = resolve_device(device)

@@ -206,10 +206,12 @@ class Index:
         faiss, single = load_faiss(), "HNSW" in self.kind and len(queries) == 1
         threads = faiss.omp_get_max_threads()
         parameters = self._parameters(count, oversampling, nprobe, ef)
+        # `faiss.contrib.torch_utils` replaces `search` with a function without parameters.
+        search = getattr(self._index, "search_numpy", self._index.search)
         if single:  # waking other threads takes longer than one graph search
             faiss.omp_set_num_threads(1)
         try:
-            _, rows = self._index.search(points, count, params=parameters)
+            _, rows = search(points, count, params=parameters)
         finally:
             if single:
                 faiss.omp_set_num_threads(threads)

@@ -198,7 +198,9 @@ def extend(
             f"{join_first(missing)}"
         )
     images = len(catalog.rows("train"))
-    new_recipe = extended_recipe(recipe, old.path, file, images, epochs, keep_space, replay)
+    new_recipe = extended_recipe(
+        recipe, old.path, file, images, epochs, keep_space=keep_space, replay=replay
+    )
     callbacks = [start, *check_callbacks(callbacks)]
     components = Components(data=catalog, classes=start.classes)
     context = RunContext(world, display, callbacks, components, resume)
@@ -280,6 +282,7 @@ def extended_recipe(
     file: Path,
     images: int,
     epochs: int | None,
+    *,
     keep_space: bool,
     replay: bool,
 ) -> Recipe:
