@@ -132,7 +132,7 @@ def losses() -> str:
             logit(cls, "positive_logit"),
             logit(cls, "negative_logit"),
             cls.form.by,
-            JOINS[cls.form.join],
+            "separate, Σ log(1 + e^z)" if cls.form.by == "entry" else JOINS[cls.form.join],
         )
         for name, cls in package_losses()
     ]

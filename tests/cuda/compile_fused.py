@@ -94,6 +94,10 @@ def launches():
             ("norm_softmax", 1, "tf32"),
             ("mpa", 4, "bf16"),
             ("soft_triple", 2, "bf16"),
+            ("proxy_sigmoid", 1, "bf16"),
+            ("uniface", 1, "float32"),
+            ("uniface", 1, "tf32"),
+            ("proxy_sigmoid", 2, "bf16"),
         ):
             settings = {} if k == 1 else {"proxies_per_class": k}
             module = create(loss, 64, 512, engine="fused", precision=precision, **settings)

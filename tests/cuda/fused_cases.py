@@ -73,11 +73,13 @@ def errors(name, shape, *args, precision="float32", settings=None, reduction="me
     reference = make(name, classes, dim, k, "dense", **settings).double()
     got = value_and_gradients(loss, x, y, *args, reduction=reduction)
     expected = value_and_gradients(reference, x, y, *args, reduction=reduction)
-    return [distance(a, b) for a, b in zip(got, expected, strict=True)]
+    # Learned numbers have gradients that nearly cancel out.
+    floors = [1e-6] * 3 + [0.1] * len(got[3:])
+    return [distance(*pair) for pair in zip(got, expected, floors, strict=True)]
 
 
-def distance(got, expected):
-    return ((got.double() - expected).norm() / expected.norm().clamp(min=1e-6)).item()
+def distance(got, expected, floor=1e-6):
+    return ((got.double() - expected).norm() / expected.norm().clamp(min=floor)).item()
 
 
 @pytest.mark.parametrize("shape", GPU_SHAPES if ON_GPU else SHAPES, ids=str)
@@ -126,7 +128,7 @@ def test_weights_ignored_labels_and_smoothing(name, reduction):
         assert distance(ours, theirs) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["mpa", "soft_triple", "proxy_anchor"])
+@pytest.mark.parametrize("name", ["mpa", "soft_triple", "proxy_anchor", "proxy_sigmoid"])
 def test_chunks_give_the_result_of_one(name, monkeypatch):
     monkeypatch.setattr(fused_module, "CHUNK_BYTES", 1)
     assert max(errors(name, (9, 150, 24, 2))) <= 1e-5
@@ -282,15 +284,16 @@ def test_similarity_limit_removes_negatives():
     assert (limited[1] < everything).all()
 
 
-@pytest.mark.parametrize("name", ["norm_softmax", "proxy_anchor"])
+@pytest.mark.parametrize("name", ["norm_softmax", "proxy_anchor", "uniface"])
 def test_shard_of_the_classes(name):
     """The labels of other ranks are outside 0 … C − 1."""
     x, y = batch(11, 30, 16)
     loss = make(name, 20, 16, 1, "dense")
     unit = torch.nn.functional.normalize(x)
     problem = base.Problem(
-        unit, loss.proxies.weight.detach(), y - 5, loss.form, 1.0, 20.0, 0.0, class_weight=0.1,
-        log_weights=torch.zeros(11, device=DEVICE), is_shard=True,
+        unit, loss.proxies.weight.detach(), y - 5, loss.form, 1.0, 20.0, 0.0, is_shard=True,
+        class_weight=0.1 if loss.form.by == "class" else None,
+        log_weights=torch.zeros(11, device=DEVICE) if loss.form.by == "class" else None,
     )  # fmt: skip
     ours, expected = fused_module.fused(problem), base.dense(problem)
     inside = (y >= 5) & (y < 25)
@@ -299,7 +302,7 @@ def test_shard_of_the_classes(name):
     torch.testing.assert_close(ours.negatives, expected.negatives)
 
 
-@pytest.mark.parametrize("name", ["arcface", "mpa"])
+@pytest.mark.parametrize("name", ["arcface", "mpa", "uniface"])
 def test_sampled_negatives_equal_dense(name):
     x, y = batch(9, 60, 16)
     results = []
@@ -312,7 +315,7 @@ def test_sampled_negatives_equal_dense(name):
 
 
 @pytest.mark.parametrize("ignore_above", [None, 0.5])
-@pytest.mark.parametrize("name", ["arcface", "proxy_anchor", "mpa"])
+@pytest.mark.parametrize("name", ["arcface", "proxy_anchor", "mpa", "uniface"])
 def test_nan_in_a_proxy_makes_the_loss_nan(name, ignore_above):
     x, y = batch(6, 20, 8)
     loss = make(name, 20, 8, 2, "fused", ignore_above=ignore_above)

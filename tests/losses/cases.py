@@ -52,6 +52,8 @@ def of_lengths(length, y=None):
 def problem(loss, x, proxies, y):
     """Return the problem that the loss passes to its engine."""
     scale, offset = loss.negative_logit(prepared(x, y))
+    if loss.form.by != "class":
+        return Problem(x, proxies, y, loss.form, loss.gamma, scale, offset)
     present = x.new_zeros(len(proxies)).index_fill(0, y, 1.0)
     weight = loss.negative_weight(len(proxies), lambda: (present, present.sum()))
     return Problem(x, proxies, y, loss.form, loss.gamma, scale, offset, weight)

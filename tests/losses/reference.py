@@ -199,3 +199,25 @@ def dynamic_margin(
         values = [float(n.max()) ** -exponent, float(n.min()) ** -exponent]
         m = np.interp(n**-exponent, values, [margin_min, margin_max])
     return softmax_with_margin(x, w, y, scale, lambda theta, i: angular(theta, m[y[i]]))
+
+
+def by_entry(S, y, positive, negative):
+    """Mean over the samples of log(1 + e^positive) + Σ log(1 + e^negative)."""
+    total = 0.0
+    for i, c in np.ndindex(S.shape):
+        total += np.log1p(np.exp(positive(S[i, c]) if y[i] == c else negative(S[i, c])))
+    return total / len(S)
+
+
+def proxy_sigmoid(x, w, y, bias=-10.0):
+    S, t = cosine(x, w).max(-1), np.exp(np.float64(np.float32(np.log(10))))  # a float32 parameter
+    return by_entry(S, y, lambda s: -(t * s + bias), lambda s: t * s + bias)
+
+
+def uniface(x, w, y, scale=64.0, margin=0.4, negative_share=1.0, bias=None):
+    """Zhou et al. 2023, section 3.3, without the clipping of the authors' code."""
+    S, b = cosine(x, w).max(-1), np.float64(np.float32(np.log(10 * len(w))))
+    b = b if bias is None else bias
+    own = np.arange(len(w)) == y[:, None]
+    positives = np.logaddexp(0, b - scale * (S - margin))[own].sum()
+    return (positives + negative_share * np.logaddexp(0, scale * S - b)[~own].sum()) / len(x)

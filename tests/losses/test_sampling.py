@@ -16,7 +16,8 @@ from tests.losses.cases import MULTI, NAMES, batch, make, value_and_gradients
 
 ENGINES = ["dense", "streamed"]
 BY_CLASS = [name for name in NAMES if losses.LOSSES[name].form.by == "class"]
-BY_SAMPLE = [name for name in NAMES if name not in BY_CLASS]
+BY_ENTRY = [name for name in NAMES if losses.LOSSES[name].form.by == "entry"]
+BY_SAMPLE = [name for name in NAMES if name not in BY_CLASS + BY_ENTRY]
 
 
 def without_intra_class_term(loss):
@@ -70,9 +71,10 @@ CASES = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize(
-    ("name", "case"), [*((n, c) for n in BY_CLASS for c in list(CASES)[:2]), ("mpa", "absent")]
+    ("name", "case"),
+    [*((n, c) for n in BY_CLASS + BY_ENTRY for c in list(CASES)[:2]), ("mpa", "absent")],
 )
-def test_class_wise_losses_are_unbiased(monkeypatch, name, case, reduction, engine):
+def test_losses_by_class_or_entry_are_unbiased(monkeypatch, name, case, reduction, engine):
     """The mean over all subsets of value and gradients is that of the full loss."""
     weights, settings = CASES[case]
     x, _ = batch(size=5, classes=9)
@@ -85,7 +87,7 @@ def test_class_wise_losses_are_unbiased(monkeypatch, name, case, reduction, engi
         x_ = x.clone().requires_grad_()
         value = loss(x_, y, weights, reduction=reduction)
         factors = torch.linspace(-1, 2, value.numel(), dtype=x.dtype).view_as(value)
-        gradients = torch.autograd.grad((value * factors).sum(), (x_, loss.proxies.weight))
+        gradients = torch.autograd.grad((value * factors).sum(), (x_, *loss.parameters()))
         return torch.cat([part.detach().flatten() for part in (value, *gradients)])
 
     remaining = y >= 0 if weights is None else (y >= 0) & (weights > 0)
@@ -232,8 +234,8 @@ def test_sampling_compiles_as_one_graph(name):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", BY_SAMPLE)
-def test_ignored_negatives_do_not_count_in_sample_wise_losses(name, engine):
+@pytest.mark.parametrize("name", BY_SAMPLE + BY_ENTRY)
+def test_ignored_negatives_do_not_count_in_losses_by_sample_or_entry(name, engine):
     """Each term equals the formula without the classes that are too similar."""
     x, y = batch()
     limit = 0.1
@@ -241,11 +243,13 @@ def test_ignored_negatives_do_not_count_in_sample_wise_losses(name, engine):
     loss.double().eval()
     S = loss.similarities(x).detach().numpy()
     w, formula = loss.proxies.weight.detach().numpy(), getattr(reference, name)
-    tau = {"tau": 0.0} if "tau" in loss.settings() else {}
+    options = {"tau": 0.0} if "tau" in loss.settings() else {}
+    if name in BY_ENTRY:
+        options["bias"] = loss.bias.item()
     for i, term in enumerate(loss(x, y, reduction="none")):
         remaining = [c for c in range(7) if c == y[i] or S[i, c] <= limit]
         own = np.array([remaining.index(y[i])])
-        expected = formula(x[i : i + 1].numpy(), w[remaining], own, **tau)
+        expected = formula(x[i : i + 1].numpy(), w[remaining], own, **options)
         assert term.item() == pytest.approx(expected, rel=1e-10)
     assert (limit < S).any()
 

@@ -25,6 +25,7 @@ from proximetry.losses.regularizers import (
 from proximetry.losses.relational import RelationalLoss
 from proximetry.losses.settings import Setting, check_settings, loss_settings, setting
 from proximetry.losses.sharded import ShardedProxies, shard
+from proximetry.losses.sigmoid import ProxySigmoid, UniFace
 from proximetry.losses.softmax import (
     ArcFace,
     CosFace,
@@ -71,6 +72,7 @@ __all__ = [
     "ProxyNCAPlusPlus",
     "ProxyOptimizer",
     "ProxySGD",
+    "ProxySigmoid",
     "QuantizationLoss",
     "RelationalLoss",
     "RowwiseAdam",
@@ -78,6 +80,7 @@ __all__ = [
     "ShardedProxies",
     "SoftTriple",
     "SphereFace",
+    "UniFace",
     "check_settings",
     "create",
     "gathered",

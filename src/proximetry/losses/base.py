@@ -136,9 +136,16 @@ class ProxyLoss(ConfigurableModule):
         scale, offset = self.negative_logit(batch)
         return scale * similarity + offset
 
-    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float]:
-        """Return (scale, offset) of the other classes' logit, ``scale · S + offset``."""
+    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:
+        """Return (scale, offset) of the other classes' logit, ``scale · S + offset``.
+
+        Both are a number or one per sample [B], which may have a gradient.
+        """
         raise NotImplementedError
+
+    def join(self, positive: Tensor, negatives: Tensor) -> Tensor:
+        """Return the terms of the samples [B] from the positive logits and `Parts.negatives`."""
+        return join_by_sample(self.form, positive, negatives)
 
     def penalty(self, batch: Batch) -> Tensor | None:
         """Return numbers [B] to add to the terms of the samples; only for sample-wise losses."""
@@ -245,7 +252,7 @@ class ProxyLoss(ConfigurableModule):
         smoothing, classes = self.label_smoothing, self.proxies.num_classes
         parts = engine.solve(replace(problem, needs_total=smoothing > 0.0))
         positive = self.positive_logit(parts.positive, batch)
-        terms, weights = join_by_sample(self.form, positive, parts.negatives), batch.weights
+        terms, weights = self.join(positive, parts.negatives), batch.weights
         if parts.total is not None:
             others = problem.scale * (parts.total - parts.positive) + problem.offset * (classes - 1)
             terms = terms + smoothing * (positive - (positive + others) / classes)

@@ -81,15 +81,20 @@ def dense(problem: Problem) -> Parts:
     positive = S.gather(1, label_column).squeeze(1)
     scale = problem.scale
     factor = scale.unsqueeze(1) if isinstance(scale, Tensor) else scale
-    offset: float | Tensor = problem.offset
+    offset = problem.offset
     if problem.log_weights is not None:
-        offset = (problem.log_weights + offset).unsqueeze(1)
+        offset = problem.log_weights + offset
+    offset = offset.unsqueeze(1) if isinstance(offset, Tensor) else offset
     z = (factor * S + offset).scatter(1, label_column, -torch.inf)
     if problem.is_shard:
         S, z = S[:, :classes], z[:, :classes]
     if problem.ignore_above is not None:
         z = z.masked_fill(S > problem.ignore_above, -torch.inf)
     distance = intra_class_distance(problem.proxies) if problem.needs_distance else None
+    if problem.form.by == "entry":
+        e = softplus(z)
+        e = e if problem.class_weight is None else e * problem.class_weight
+        return Parts(positive, e.sum(1), None, distance)
     if problem.form.by == "sample":
         return Parts(positive, z.logsumexp(1), S.sum(1) if problem.needs_total else None, distance)
     push = softplus(z.logsumexp(0))
@@ -99,7 +104,9 @@ def dense(problem: Problem) -> Parts:
 
 
 def join_by_sample(form: LossForm, positive: Tensor, negatives: Tensor) -> Tensor:
-    """Return the terms of the samples [B] from the logits of positives and negatives [B]."""
+    """Return the terms of the samples [B] from the positive logits and `Parts.negatives` [B]."""
+    if form.by == "entry":
+        return softplus(positive) + negatives
     match form.join:
         case "separate":
             return softplus(positive) + softplus(negatives)

@@ -3,8 +3,8 @@
 Every loss here is a grouped log-sum-exp over class similarities. A `LossForm` names three choices:
 
 1. the *similarity* S(x, c), aggregated from the K proxies of class c;
-2. the grouping: one logarithm *by* class, over the samples of the batch, or *by* sample, over the
-   classes;
+2. the grouping: one logarithm *by* class, over the samples of the batch, *by* sample, over the
+   classes, or *by* entry, for each sample and class;
 3. how the logits of a sample's class (positive) and the other classes (negatives) *join*.
 
 The margin is two short methods of the loss itself (`ProxyLoss.positive_logit` and
@@ -21,7 +21,7 @@ from torch import Tensor
 from proximetry.losses.settings import one_of
 
 Aggregation = Literal["single", "soft", "max", "mean"]
-By = Literal["class", "sample"]
+By = Literal["class", "sample", "entry"]
 Join = Literal["separate", "joint", "softmax", "nca"]
 Precision = Literal["auto", "float32", "tf32", "bf16"]
 #: The largest number of proxies per class in the fused engine.
@@ -39,8 +39,8 @@ class LossForm:
     def __post_init__(self) -> None:
         for name, choices in (("similarity", Aggregation), ("by", By), ("join", Join)):
             one_of(*get_args(choices))(name, getattr(self, name))
-        if self.by == "class" and self.join != "separate":
-            raise ValueError(f"a class-wise loss must have join='separate', got {self.join!r}")
+        if self.by != "sample" and self.join != "separate":
+            raise ValueError(f"a loss by {self.by} must have join='separate', got {self.join!r}")
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Problem:
     gamma: float
     """Temperature of the soft assignment, for the similarity "soft"."""
     scale: float | Tensor
-    """The negative logit is ``scale · S + offset``; the scale is a number or one per sample [B]."""
-    offset: float
+    """The negative logit is ``scale · S + offset``; both are a number or one per sample [B]."""
+    offset: float | Tensor
     class_weight: float | Tensor | None = None
     """Weight of the negative terms of class-wise losses, a number or one per class [C]; with None
-    the engine returns the terms."""
+    the engine returns the terms. By entry: weights of the entries by class [C], or None."""
     log_weights: Tensor | None = None
     """Logarithms of the sample weights [B], added to the logits of class-wise losses."""
     has_weights: bool = False
@@ -87,9 +87,9 @@ class Parts(NamedTuple):
     positive: Tensor
     """Each sample's similarity to its class [B]."""
     negatives: Tensor
-    """By sample: the log-sum-exp over the other classes [B], -inf if there are none. By class:
-    log(1 + Σ exp logit over the samples of other classes), summed over the classes with
-    ``class_weight``, or [C] without."""
+    """By sample: the log-sum-exp over the other classes [B], -inf if there are none. By entry: the
+    sum of log(1 + exp logit) over the other classes [B]. By class: log(1 + Σ exp logit over the
+    samples of other classes), summed over the classes with ``class_weight``, or [C] without."""
     total: Tensor | None
     """The sum of a sample's similarities to all classes [B], if ``needs_total``."""
     distance: Tensor | None

@@ -67,6 +67,9 @@ TILES = {
     3: Tiles(Tile(128, 128, 32), Tile(64, 64, 32, 4), Tile(64, 64, 32, 4), Tile(128, 64, 32)),
 }
 
+#: Tile of `log_sums` by entry with several parts, whose logarithms need registers.
+ENTRY_SUMS = Tile(64, 64, 32, 4)
+
 
 def grouped_tile(kp: int, parts: int) -> Tile:
     """Return the tile of `entries` and `log_sums` for several proxies per class.
@@ -79,7 +82,7 @@ def grouped_tile(kp: int, parts: int) -> Tile:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def fused(problem: Problem) -> Parts:
     """Solve the same problem as `dense`, on CUDA in float32."""
-    inputs = [problem.x, problem.proxies, problem.scale]
+    inputs = [problem.x, problem.proxies, problem.scale, problem.offset]
     if problem.proxies.dtype != torch.float32:
         raise ValueError(f"the fused engine needs float32 proxies, got {problem.proxies.dtype}")
     if problem.proxies.shape[1] > MAX_FUSED_K:
@@ -88,8 +91,8 @@ def fused(problem: Problem) -> Parts:
             f"the fused engine needs at most {MAX_FUSED_K} proxies per class, got {k}. "
             "Use engine='auto'."
         )
-    scale = problem.scale
-    if problem.form.by == "class" and is_tensor(scale) and scale.requires_grad:
+    is_learned = any(is_tensor(value) and value.requires_grad for value in inputs[2:])
+    if problem.form.by == "class" and is_learned:
         return streamed(problem)  # the kernels do not compute the gradient of these scales
     if not torch.is_grad_enabled():  # `needs_input_grad` ignores no_grad: detach
         inputs = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
@@ -271,6 +274,16 @@ class _Fused:
         self.scales = None
         if is_tensor(problem.scale):
             self.scales = aligned(problem.scale.detach().expand(len(self.x)))
+        self.offsets = problem.log_weights  # numbers to add to the logits of each sample
+        if is_tensor(problem.offset):
+            extra = 0.0 if self.offsets is None else self.offsets
+            self.offsets = (problem.offset.detach() + extra).expand(len(self.x))
+        if self.offsets is not None:
+            self.offsets = aligned(self.offsets)
+        self.is_by_entry = problem.form.by == "entry"
+        self.class_weights = None
+        if self.is_by_entry and is_tensor(problem.class_weight):
+            self.class_weights = aligned(problem.class_weight)
         flags = self.scales is not None, problem.ignore_above is not None
         self.plan = plan = _plan(
             len(self.x), tuple(self.weight.shape), PARTS[precision], problem.form.similarity, flags,
@@ -278,8 +291,9 @@ class _Fused:
         )  # fmt: skip
         scale = 0.0 if is_tensor(problem.scale) else float(problem.scale)
         limit = 0.0 if problem.ignore_above is None else float(problem.ignore_above)
-        self.numbers = scale, float(problem.offset), limit, float(problem.gamma)
-        bound = abs(problem.offset) + (torch.inf if flags[0] else abs(scale))
+        offset = 0.0 if is_tensor(problem.offset) else float(problem.offset)
+        self.numbers = scale, offset, limit, float(problem.gamma)
+        bound = torch.inf if flags[0] or is_tensor(problem.offset) else abs(offset) + abs(scale)
         self.needs_peaks = bound >= _SAFE_EXPONENT or problem.has_weights
         self.x_parts = self.new(plan.parts, plan.padded_batch, plan.padded_dim, torch.bfloat16)
         self.w = self.new(plan.parts, plan.rows, plan.padded_dim, torch.bfloat16)
@@ -329,22 +343,34 @@ class _Fused:
         return self.distances.sum() / distance_terms(self.weight)
 
     def log_sums(self) -> tuple[Tensor, Tensor | None]:
-        """Return the log-sum-exp of each sample's negatives, and the sum of its similarities."""
-        plan, needs_total, tile = self.plan, self.problem.needs_total, self.plan.sum_tile
+        """Return the log-sum-exp of each sample's negatives, and the sum of its similarities.
+
+        By entry, the sum of their log(1 + exp logit) instead of the log-sum-exp.
+        """
+        plan, needs_total = self.plan, self.problem.needs_total
+        tile = plan.sum_tile
+        if self.is_by_entry and plan.kp == 1 and plan.parts > 1:
+            tile = ENTRY_SUMS
         options = plan.entry_options(tile)
         blocks, classes = plan.padded_batch // options["BB"], tile.rows // plan.kp
         programs = min(-(-plan.capacity // classes), max(1, plan.processors // blocks))
         peaks, sums = (self.new(programs, plan.padded_batch) for _ in range(2))
         totals = self.new(programs, plan.padded_batch) if needs_total else None
-        launch = plan.launcher(kernels.log_sums, needs_total, TOTAL=needs_total, **options)
+        flags = self._sample_flags()
+        key = needs_total, *flags.values()
+        launch = plan.launcher(kernels.log_sums, key, TOTAL=needs_total, **flags, **options)
         for first, count in self.chunks():
             launch(
-                (blocks, programs), self.x_parts, self.w, self.labels, self.scales, peaks, sums,
-                totals, *self.numbers, first, count, plan.batch, plan.capacity,
+                (blocks, programs), self.x_parts, self.w, self.labels, self.offsets, self.scales,
+                self.class_weights, peaks, sums, totals, *self.numbers, first, count, plan.batch,
+                plan.capacity,
             )  # fmt: skip
         lse = self.new(plan.batch)
         total = self.new(plan.batch) if needs_total else None
-        finish = plan.launcher(kernels.finish_log_sums, needs_total, TOTAL=needs_total, BB=64)
+        key = needs_total, self.is_by_entry
+        finish = plan.launcher(
+            kernels.finish_log_sums, key, TOTAL=needs_total, BY_ENTRY=self.is_by_entry, BB=64
+        )
         finish((-(-plan.batch // 64),), peaks, sums, totals, lse, total, plan.batch, programs)
         return lse, total
 
@@ -382,46 +408,58 @@ class _Fused:
 
     def sample_pass(
         self, gradients: "_Gradients", lse: Tensor, slopes: Tensor, total_slopes: Tensor | None
-    ) -> Tensor | None:
-        """Add the gradients of x and proxies; return that of the scale, if there are scales."""
-        plan, scale, scale_slopes = self.plan, None, None
-        if self.scales is not None:
-            scale_slopes = self.new(plan.capacity // plan.tile, plan.padded_batch)
+    ) -> list[Tensor | None]:
+        """Add the gradients of x and proxies; return those of scales and offsets, if any."""
+        plan, tiles = self.plan, self.plan.capacity // self.plan.tile
+        slopes_of = [
+            None if values is None else self.new(tiles, plan.padded_batch)
+            for values in (self.scales, self.offsets)
+        ]
+        sums: list[Tensor | None] = [None, None]
         compute_entries = self._entries(gradients, total=total_slopes is not None)
         for first, count in self.chunks():
-            compute_entries(first, count, None, None, lse, slopes, total_slopes, scale_slopes)
-            if scale_slopes is not None:
-                part = scale_slopes[: -(-count // plan.tile), : plan.batch].sum(0)
-                scale = part if scale is None else scale + part
+            compute_entries(first, count, None, None, lse, slopes, total_slopes, *slopes_of)
+            for i, part in enumerate(slopes_of):
+                if part is not None:
+                    total = part[: -(-count // plan.tile), : plan.batch].sum(0)
+                    before = sums[i]
+                    sums[i] = total if before is None else before + total
             gradients.add_chunk(first, count)
-        return scale
+        return sums
+
+    def _sample_flags(self) -> dict[str, bool]:
+        """Return flags of `kernels.log_sums` and `kernels.entries`."""
+        return {
+            "BY_ENTRY": self.is_by_entry,
+            "WEIGHTS": self.class_weights is not None,
+            "OFFSETS": self.offsets is not None,
+        }
 
     def _entries(
         self, gradients: "_Gradients | None", by_class: bool = False, peaks: bool = False,
         total: bool = False,
     ) -> Callable[..., None]:  # fmt: skip
         """Return a function that launches `kernels.entries` for a chunk."""
-        plan = self.plan
-        log_weights = self.problem.log_weights
-        log_weights = None if log_weights is None else aligned(log_weights)
+        plan, flags = self.plan, self._sample_flags()
         g, radial = (None, None) if gradients is None else (gradients.g, gradients.radial)
         shifts = by_class and self.needs_peaks and not peaks
-        key = by_class, shifts, peaks, total, log_weights is None, g is None
+        key = by_class, shifts, peaks, total, g is None, *flags.values()
         launch = plan.launcher(
             kernels.entries, key, BY_CLASS=by_class, SHIFTS=shifts, PEAKS=peaks, TOTAL=total,
-            LOG_WEIGHTS=log_weights is not None, GRADIENT=g is not None,
-            **plan.entry_options(plan.entry_tile),
+            GRADIENT=g is not None, **flags, **plan.entry_options(plan.entry_tile),
         )  # fmt: skip
 
         def run(
             first: int, count: int, sums: Tensor | None, shifts: Tensor | None = None,
             lse: Tensor | None = None, slopes: Tensor | None = None,
             total_slopes: Tensor | None = None, scale_slopes: Tensor | None = None,
+            offset_slopes: Tensor | None = None,
         ) -> None:  # fmt: skip
             launch(
                 (plan.blocks, -(-count // plan.tile)), self.x_parts, self.w, self.labels,
-                log_weights, self.scales, shifts, lse, slopes, total_slopes, g, sums, radial,
-                scale_slopes, *self.numbers, first, count, plan.batch, plan.capacity,
+                self.offsets, self.scales, self.class_weights, shifts, lse, slopes, total_slopes,
+                g, sums, radial, scale_slopes, offset_slopes, *self.numbers, first, count,
+                plan.batch, plan.capacity,
             )  # fmt: skip
 
         return run
@@ -561,11 +599,11 @@ class _ByClass(torch.autograd.Function):
             else:
                 weight = fused.problem.class_weight
                 fused.class_pass(grad_value if weight is None else grad_value * weight, gradients)
-            return None, *gradients.complete(), None
+            return None, *gradients.complete(), None, None
 
 
 class _BySample(torch.autograd.Function):
-    """Log-sum-exp over the other classes of a sample: one pass for it, one for the gradients."""
+    """By sample or entry: one pass over the classes for the value, one for the gradients."""
 
     @staticmethod
     def forward(ctx: Any, fused: _Fused, *inputs: Any) -> Any:
@@ -588,6 +626,7 @@ class _BySample(torch.autograd.Function):
         with torch.cuda.device_of(fused.x):  # type: ignore[no-untyped-call]
             gradients = _Gradients(fused, ctx.needs_input_grad[1:])
             gradients.set_other_terms(grad_positive, grad_distance)
-            scale = fused.sample_pass(gradients, lse, aligned(grad_lse), totals)
-            x, proxies = gradients.complete()
-            return None, x, proxies, scale if ctx.needs_input_grad[3] else None
+            others = fused.sample_pass(gradients, lse, aligned(grad_lse), totals)
+            needs = ctx.needs_input_grad[3:]
+            others = [v if needed else None for v, needed in zip(others, needs, strict=True)]
+            return None, *gradients.complete(), *others

@@ -135,8 +135,8 @@ def _similarities(
 
 @triton.jit
 def _negative_logits(
-    S, tile, sample, labels, log_weights, scales, scale, offset, ignore_above, first, count, batch,
-    BC: tl.constexpr, LOG_WEIGHTS: tl.constexpr, SCALES: tl.constexpr, LIMIT: tl.constexpr,
+    S, tile, sample, labels, offsets, scales, scale, offset, ignore_above, first, count, batch,
+    BC: tl.constexpr, OFFSETS: tl.constexpr, SCALES: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Return the logits [BC, BB], -inf where an entry is not a negative, and the scales."""
     class_ = tile * BC + tl.arange(0, BC)
@@ -146,12 +146,29 @@ def _negative_logits(
     if SCALES:
         factor = tl.zeros_like(S) + tl.load(scales + sample, mask=sample < batch, other=0.0)
     z = S * factor + offset
-    if LOG_WEIGHTS:
-        z += tl.load(log_weights + sample, mask=sample < batch, other=0.0)[None, :]
+    if OFFSETS:
+        z += tl.load(offsets + sample, mask=sample < batch, other=0.0)[None, :]
     is_negative = inside & (label[None, :] != (first + class_)[:, None])
     if LIMIT:
         is_negative &= (S > ignore_above) == 0  # NaN is a negative
     return tl.where(is_negative, z, float("-inf")), factor, inside
+
+
+@triton.jit
+def _log1p(value):
+    """Return log(1 + value), accurate for small values (Kahan)."""
+    rounded = 1.0 + value
+    return tl.where(rounded == 1.0, value, tl.log(rounded) * (value / (rounded - 1.0)))
+
+
+@triton.jit
+def _weigh_classes(
+    values, class_weights, tile, first, count, BC: tl.constexpr, WEIGHTS: tl.constexpr
+):  # fmt: skip
+    if WEIGHTS:
+        class_ = tile * BC + tl.arange(0, BC)
+        values *= tl.load(class_weights + first + class_, mask=class_ < count, other=0.0)[:, None]
+    return values
 
 
 @triton.jit
@@ -282,14 +299,16 @@ def add_pair_gradients(
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def log_sums(
-    x, w, labels, scales, peaks, sums, totals, scale, offset, ignore_above, gamma,
-    first, count, batch, capacity,
+    x, w, labels, offsets, scales, class_weights, peaks, sums, totals,
+    scale, offset, ignore_above, gamma, first, count, batch, capacity,
     K: tl.constexpr, KP: tl.constexpr, AGGREGATION: tl.constexpr, PARTS: tl.constexpr,
-    PB: tl.constexpr, PD: tl.constexpr,
-    SCALES: tl.constexpr, LIMIT: tl.constexpr, TOTAL: tl.constexpr,
+    PB: tl.constexpr, PD: tl.constexpr, BY_ENTRY: tl.constexpr, WEIGHTS: tl.constexpr,
+    OFFSETS: tl.constexpr, SCALES: tl.constexpr, LIMIT: tl.constexpr, TOTAL: tl.constexpr,
     BR: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Continue each sample's running log-sum-exp of the negatives, peaks + log(sums).
+
+    By entry, `sums` receives Σ log(1 + e^z), with the weights of the classes.
 
     Program (i, j) adds the tiles whose index is j modulo the number of programs, and stores its
     result in row j. The first chunk initializes the rows.
@@ -309,12 +328,16 @@ def log_sums(
             K, KP, AGGREGATION, PARTS, PB, PD, BR, BB, BD,
         )  # fmt: skip
         z, _, inside = _negative_logits(
-            S, tile, sample, labels, labels, scales, scale, offset, ignore_above,
-            first, count, batch, BC, False, SCALES, LIMIT,
+            S, tile, sample, labels, offsets, scales, scale, offset, ignore_above,
+            first, count, batch, BC, OFFSETS, SCALES, LIMIT,
         )  # fmt: skip
-        higher = tl.maximum(peak, tl.max(z, 0))
-        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(z - higher[None, :]), 0)
-        peak = higher
+        if BY_ENTRY:
+            e = tl.maximum(z, 0.0) + _log1p(tl.exp(-tl.abs(z)))
+            total += tl.sum(_weigh_classes(e, class_weights, tile, first, count, BC, WEIGHTS), 0)
+        else:
+            higher = tl.maximum(peak, tl.max(z, 0))
+            total = total * tl.exp(peak - higher) + tl.sum(tl.exp(z - higher[None, :]), 0)
+            peak = higher
         if TOTAL:
             similarity += tl.sum(tl.where(inside, S, 0.0), 0)
     tl.store(peaks + slot, peak)
@@ -326,7 +349,7 @@ def log_sums(
 @triton.jit(do_not_specialize=_INTEGERS)
 def finish_log_sums(
     peaks, sums, totals, lse, total, batch, programs,
-    PB: tl.constexpr, TOTAL: tl.constexpr, BB: tl.constexpr,
+    PB: tl.constexpr, BY_ENTRY: tl.constexpr, TOTAL: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     """Add the results of the programs of `log_sums`."""
     sample = tl.program_id(0) * BB + tl.arange(0, BB)
@@ -341,27 +364,31 @@ def finish_log_sums(
         sum_exp += part * tl.exp(tl.load(peaks + slot, mask=inside, other=0.0) - peak)
         if TOTAL:
             similarity += tl.load(totals + slot, mask=inside, other=0.0)
-    tl.store(lse + sample, peak + tl.log(sum_exp), mask=inside)
+    if not BY_ENTRY:  # else all peaks are the same
+        sum_exp = peak + tl.log(sum_exp)
+    tl.store(lse + sample, sum_exp, mask=inside)
     if TOTAL:
         tl.store(total + sample, similarity, mask=inside)
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def entries(
-    x, w, labels, log_weights, scales, shifts, lse, slopes, total_slopes,
-    g, sums, radial, scale_slopes, scale, offset, ignore_above, gamma,
+    x, w, labels, offsets, scales, class_weights, shifts, lse, slopes, total_slopes,
+    g, sums, radial, scale_slopes, offset_slopes, scale, offset, ignore_above, gamma,
     first, count, batch, capacity,
     K: tl.constexpr, KP: tl.constexpr, AGGREGATION: tl.constexpr, PARTS: tl.constexpr,
     PB: tl.constexpr, PD: tl.constexpr,
-    BY_CLASS: tl.constexpr, LOG_WEIGHTS: tl.constexpr, SHIFTS: tl.constexpr, PEAKS: tl.constexpr,
-    SCALES: tl.constexpr, LIMIT: tl.constexpr, TOTAL: tl.constexpr, GRADIENT: tl.constexpr,
+    BY_CLASS: tl.constexpr, BY_ENTRY: tl.constexpr, WEIGHTS: tl.constexpr, OFFSETS: tl.constexpr,
+    SHIFTS: tl.constexpr, PEAKS: tl.constexpr, SCALES: tl.constexpr, LIMIT: tl.constexpr,
+    TOTAL: tl.constexpr, GRADIENT: tl.constexpr,
     BR: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of entries e^z, and the gradients of the cosines.
 
     By class: `sums` [PB / BB, capacity] receives Σ e^(z − shift) over the samples of a tile, or
-    with PEAKS the largest z. By sample: e is e^(z − lse) · slope. `radial` [PB / BB, capacity · K]
-    receives Σ g · cos, which the gradient of a proxy needs.
+    with PEAKS the largest z. By sample: e is e^(z − lse) · slope. By entry: e is 1 / (1 + e^(−z)) ·
+    slope, with the weights of the classes. `radial` [PB / BB, capacity · K] receives Σ g · cos,
+    which the gradient of a proxy needs.
     """
     BC: tl.constexpr = BR // KP
     block, tile = tl.program_id(0), tl.program_id(1)
@@ -371,8 +398,8 @@ def entries(
         x, w, tile, sample, count, capacity, gamma, K, KP, AGGREGATION, PARTS, PB, PD, BR, BB, BD
     )
     z, factor, inside = _negative_logits(
-        S, tile, sample, labels, log_weights, scales, scale, offset, ignore_above,
-        first, count, batch, BC, LOG_WEIGHTS, SCALES, LIMIT,
+        S, tile, sample, labels, offsets, scales, scale, offset, ignore_above,
+        first, count, batch, BC, OFFSETS, SCALES, LIMIT,
     )  # fmt: skip
     if PEAKS:
         tl.store(sums + block * capacity + class_, tl.max(z, 1), mask=class_ < count)
@@ -383,12 +410,18 @@ def entries(
             e = tl.exp(z)
             tl.store(sums + block * capacity + class_, tl.sum(e, 1), mask=class_ < count)
         else:
-            level = tl.load(lse + sample, mask=sample < batch, other=0.0)
-            level = tl.where(level == float("-inf"), 0.0, level)
-            e = tl.exp(z - level[None, :])
+            if BY_ENTRY:
+                e = 1.0 / (1.0 + tl.exp(-z))
+                e = _weigh_classes(e, class_weights, tile, first, count, BC, WEIGHTS)
+            else:
+                level = tl.load(lse + sample, mask=sample < batch, other=0.0)
+                level = tl.where(level == float("-inf"), 0.0, level)
+                e = tl.exp(z - level[None, :])
             e *= tl.load(slopes + sample, mask=sample < batch, other=0.0)[None, :]
             if SCALES:
                 tl.store(scale_slopes + tile * PB + sample, tl.sum(e * S, 0))
+            if OFFSETS:
+                tl.store(offset_slopes + tile * PB + sample, tl.sum(e, 0))
         if GRADIENT:
             gradient = e * factor
             if TOTAL:
@@ -402,13 +435,6 @@ def entries(
             tl.store(radial + block * capacity * K + row, tl.sum(gradient * s, 1), mask=valid)
             target = g + row[:, None] * PB + sample[None, :]
             _store_parts(target, gradient, valid[:, None], capacity * K * PB, PARTS)
-
-
-@triton.jit
-def _log1p(value):
-    """Return log(1 + value), accurate for small values (Kahan)."""
-    rounded = 1.0 + value
-    return tl.where(rounded == 1.0, value, tl.log(rounded) * (value / (rounded - 1.0)))
 
 
 @triton.jit(do_not_specialize=_INTEGERS)

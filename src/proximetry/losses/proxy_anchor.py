@@ -24,7 +24,7 @@ class _AnchorLogits:
         """Return −α(S − δ): large while the sample is far from its class."""
         return -self.alpha * (similarity - self.margin)
 
-    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float]:
+    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:
         """Return scale and offset of α(S + δ): large while the sample is near another class."""
         return self.alpha, self.alpha * self.margin
 

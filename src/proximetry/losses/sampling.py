@@ -2,8 +2,8 @@
 
 With n of C classes, m of them in the batch:
 
-- Class-wise losses and the intra-class term weight each random class by (C − m) / (n − m), so value
-  and gradients are unbiased.
+- Losses by class or entry and the intra-class term weight each random class by
+  (C − m) / (n − m), so value and gradients are unbiased.
 - Sample-wise losses take the log-sum-exp over the n classes, as in the paper.
 """
 
@@ -46,6 +46,8 @@ def sampled(
     if class_weight is not None:
         in_subset = class_weight[chosen] if isinstance(class_weight, Tensor) else class_weight
         class_weight = factors * in_subset
+    elif problem.form.by == "entry":
+        class_weight = factors
     parts = solve(
         replace(
             problem,

@@ -177,7 +177,7 @@ class ShardedBatch:
         self, loss: ProxyLoss, engine: Engine, problem: Problem, batch: Batch, reduction: Any
     ) -> Tensor:
         """Return the loss; the arguments are those of `ProxyLoss._reduce_by_sample`."""
-        by_sample = loss.form.by == "sample"
+        by_sample = loss.form.by != "class"
         engine = engine._replace(solve=partial(self._solve, engine.solve))
         reduce = loss._reduce_by_sample if by_sample else partial(self._reduce_by_class, loss)
         with common_random_numbers(self.seed, problem.x.device):
@@ -191,18 +191,21 @@ class ShardedBatch:
 
         Per-class terms cover the classes of this rank.
         """
-        shards, scale = self.proxies, problem.scale
-        x = self._enter(problem.x, self.counts)
-        if isinstance(scale, Tensor):
-            scale = self._enter(scale)
+        shards, x = self.proxies, self._enter(problem.x, self.counts)
+        scale, offset = (
+            self._enter(value) if isinstance(value, Tensor) else value
+            for value in (problem.scale, problem.offset)
+        )
         labels, outside = self._own_labels(problem.labels)
-        parts = solve(replace(problem, x=x, scale=scale, labels=labels, is_shard=True))
+        parts = solve(
+            replace(problem, x=x, scale=scale, offset=offset, labels=labels, is_shard=True)
+        )
         positive = parts.positive.masked_fill(outside, 0.0)
         distance = parts.distance
         if distance is not None:
             distance = shards.mean_over_classes(distance)
-        if problem.form.by == "class":
-            is_sum = problem.class_weight is not None
+        if problem.form.by != "sample":
+            is_sum = problem.class_weight is not None or problem.form.by == "entry"
             summed = parts.negatives if is_sum else None
             positive, negatives, distance = shards.sum(positive, summed, distance)
             return Parts(positive, negatives if is_sum else parts.negatives, None, distance)

@@ -34,7 +34,7 @@ class ProxyNCA(ProxyLoss, name="proxy_nca"):
     default_init = "normal"
     temperature: float = setting(positive, "temperature T", default=1.0)
 
-    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float]:
+    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:
         """Return scale and offset of 2S/T."""
         return 2.0 / self.temperature, 0.0
 
@@ -91,7 +91,7 @@ class ProxyNCAPlusPlus(_Softmax, name="proxy_nca_plus_plus"):
             with torch.no_grad():
                 self.log_temperature.fill_(math.log(value))
 
-    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float]:
+    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:
         """Return scale and offset of 2S/T."""
         if self.log_temperature is None:
             return 2.0 / self._temperature, 0.0
@@ -130,7 +130,7 @@ class SoftTriple(_Softmax, name="soft_triple"):
         """Return λ(S − δ)."""
         return self.scale * (similarity - self.margin)
 
-    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float]:
+    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:
         """Return scale and offset of λS."""
         return self.scale, 0.0
 
@@ -157,7 +157,7 @@ class NormSoftmax(_Softmax, name="norm_softmax"):
         count, "proxies per class K; the nearest counts (sub-centers)", default=1, last=True
     )
 
-    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float]:
+    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:
         """Return scale and offset of λS."""
         return self.scale, 0.0
 
@@ -261,7 +261,7 @@ class SphereFace(_Softmax, name="sphereface"):
         lam = self.annealed_lambda().to(similarity.dtype)
         return batch.length * (lam * similarity + self._psi(similarity)) / (1.0 + lam)
 
-    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float]:
+    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:
         """Return scale and offset of ‖x‖ cos θ."""
         return batch.length, 0.0
 

@@ -1,8 +1,8 @@
 """The streamed engine: the dense engine's result, computed in tiles of classes.
 
 Memory is O(batch · tile) beyond the proxies and their gradient, never batch × classes × K. For
-class-wise losses, forward also computes the gradients of each tile. For sample-wise losses, forward
-keeps a running log-sum-exp and backward recomputes the tiles, unless there is only one. The
+class-wise losses, forward also computes the gradients of each tile. For losses by sample or entry,
+forward keeps a running sum and backward recomputes the tiles, unless there is only one. The
 similarities of the samples to their class are computed from gathered proxies, outside the
 tiles, so that autograd handles any margin.
 """
@@ -24,6 +24,7 @@ from proximetry.losses.dense import (
     log1p_sum_exp,
     pair_distance_gradient,
     reduce_proxies,
+    softplus,
     spread_gradient,
 )
 from proximetry.losses.form import Parts, Problem
@@ -42,7 +43,7 @@ def streamed(problem: Problem, tile: int | None = None) -> Parts:
     classes, k, _ = problem.proxies.shape
     if tile is None:
         tile = max(1, by_device(problem.x.device, **TILE_ENTRIES) // (len(problem.x) * k))
-    inputs = [problem.x, problem.proxies, problem.scale]
+    inputs = [problem.x, problem.proxies, problem.scale, problem.offset]
     if not torch.is_grad_enabled():  # `needs_input_grad` ignores no_grad: detach
         inputs = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
     function = _ByClass if problem.form.by == "class" else _BySample
@@ -54,6 +55,7 @@ class _Gradients(NamedTuple):
     x: Tensor | None
     proxies: Tensor | None
     scale: Tensor | None
+    offset: Tensor | None
 
 
 class _Tiled:
@@ -69,14 +71,20 @@ class _Tiled:
         self.reduction = problem.form.similarity, problem.gamma
         scale = problem.scale
         self.scale = scale.unsqueeze(1) if isinstance(scale, Tensor) else scale
-        # Filled on the device: a copy from the CPU would synchronize.
-        self.offset = self.x.new_full((), problem.offset)
+        self.offset = problem.offset
+        if not isinstance(self.offset, Tensor):
+            # Filled on the device: a copy from the CPU would synchronize.
+            self.offset = self.x.new_full((), self.offset)
         self.class_weight, self.needs_total = problem.class_weight, problem.needs_total
-        bound = abs(problem.offset) + (torch.inf if isinstance(scale, Tensor) else abs(scale))
-        self.is_bounded = bound < SAFE_EXPONENT
+        self.is_by_entry = problem.form.by == "entry"
+        bounds = (scale, problem.offset)
+        bound = sum(torch.inf if isinstance(value, Tensor) else abs(value) for value in bounds)
+        self.is_bounded = bound < SAFE_EXPONENT and not self.is_by_entry
         if problem.log_weights is not None:
-            self.offset = (problem.log_weights + self.offset).unsqueeze(1)
+            self.offset = problem.log_weights + self.offset
             self.is_bounded &= not problem.has_weights
+        if self.offset.ndim:
+            self.offset = self.offset.unsqueeze(1)
         self.tiles = list(chunks(len(self.proxies), size))
 
     def logits(self, tile: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -99,13 +107,20 @@ class _Tiled:
             z.masked_fill_(S > self.problem.ignore_above, -torch.inf)
         return z, s, S, inverse
 
+    def weigh_classes(self, values: Tensor, tile: slice) -> Tensor:
+        """Multiply the entries [B, T] of a tile by the weights of the classes, in place."""
+        weight = self.class_weight
+        if weight is None:
+            return values
+        return values.mul_(weight[tile] if isinstance(weight, Tensor) else weight)
+
     def empty_gradients(self, needs: Sequence[bool]) -> _Gradients:
         """Allocate the gradients; with `Problem.update`, that of the proxies is one tile."""
         rows = len(self.proxies) if self.problem.update is None else self.tiles[0].stop
         return _Gradients(
             torch.zeros_like(self.x) if needs[0] else None,
             torch.empty_like(self.proxies[:rows]) if needs[1] else None,
-            self.x.new_zeros(len(self.x)) if needs[2] else None,
+            *(self.x.new_zeros(len(self.x)) if needed else None for needed in needs[2:]),
         )
 
     def add_tile(
@@ -118,13 +133,15 @@ class _Tiled:
         inverse: Tensor,
         direct: Tensor | None = None,
     ) -> None:
-        """Add the gradients of x, proxies and scale from ``g`` = ∂L/∂logit; overwrite g and s.
+        """Add the gradients of all inputs from ``g`` = ∂L/∂logit; overwrite g and s.
 
         ``direct`` [B] is the gradient of the sum of a sample's similarities. With `Problem.update`
         the gradient of the proxies overwrites that of the previous tile.
         """
         if gradients.scale is not None:
             gradients.scale.add_((g * S).sum(1))
+        if gradients.offset is not None:
+            gradients.offset.add_(g.sum(1))
         g.mul_(self.scale)
         if direct is not None:
             g.add_(direct.unsqueeze(1))
@@ -206,7 +223,7 @@ def dense_gradients(ctx: Any, problem: Problem, *grads: Tensor | None) -> Any:
     """Return the gradients of the dense engine, which are differentiable."""
     _ = ctx.saved_tensors  # raises if an input has changed
     needs = ctx.needs_input_grad[1:]
-    inputs = (problem.x, problem.proxies, problem.scale)
+    inputs = (problem.x, problem.proxies, problem.scale, problem.offset)
     needed: Any = [value for value, is_needed in zip(inputs, needs, strict=True) if is_needed]
     with torch.autocast(problem.x.device.type, enabled=False):
         parts = zip(dense(problem), grads, strict=True)
@@ -223,9 +240,9 @@ class _ByClass(torch.autograd.Function):
         weight, ctx.gradients = tiled.class_weight, None
         if weight is None:  # the gradients depend on those of the terms
             value = tiled.x.new_empty(len(tiled.proxies))
-            _class_pass(tiled, [False] * 3, 0.0, terms=value)
+            _class_pass(tiled, [False] * 4, 0.0, terms=value)
         elif tiled.problem.update is not None:  # the update needs the gradients of backward
-            value, _ = _class_pass(tiled, [False] * 3, weight)
+            value, _ = _class_pass(tiled, [False] * 4, weight)
         else:
             value, ctx.gradients = _class_pass(tiled, ctx.needs_input_grad[1:], weight)
         _save(ctx, tiled, *inputs)
@@ -289,7 +306,10 @@ def _class_pass(
 
 
 class _BySample(torch.autograd.Function):
-    """Log-sum-exp over the other classes of a sample: a running sum, and a pass for gradients."""
+    """Log-sum-exp over the other classes of a sample: a running sum, and a pass for gradients.
+
+    By entry: the sum of log(1 + exp logit), with the weights of the classes.
+    """
 
     @staticmethod
     def forward(ctx: Any, tiled: _Tiled, *inputs: Any) -> Any:
@@ -305,13 +325,15 @@ class _BySample(torch.autograd.Function):
                 ctx.only_tile = (z.clone() if tiled.is_bounded else z, *parts)
             if sum_similarity is not None:
                 sum_similarity += parts[1].sum(1)
-            if tiled.is_bounded:
+            if tiled.is_by_entry:
+                total += tiled.weigh_classes(softplus(z), tile).sum(1, keepdim=True)
+            elif tiled.is_bounded:
                 total += z.exp_().sum(1, keepdim=True)
             else:
                 peak = torch.maximum(shift, z.amax(1, keepdim=True))
                 total = total * torch.exp(shift - peak) + (z - peak).exp_().sum(1, keepdim=True)
                 shift = peak
-        lse = (shift + total.log()).squeeze(1)
+        lse = (total if tiled.is_by_entry else shift + total.log()).squeeze(1)
         _save(ctx, tiled, *inputs, lse)
         return tiled.positive(), lse, sum_similarity, tiled.distance()
 
@@ -331,7 +353,11 @@ class _BySample(torch.autograd.Function):
             only_tile, ctx.only_tile = ctx.only_tile, None
             for tile in tiled.tiles:
                 z, s, S, inverse = only_tile or tiled.logits(tile)
-                g = z.sub_(lse).exp_().mul_(grad_lse.unsqueeze(1))
+                if tiled.is_by_entry:
+                    g = tiled.weigh_classes(z.sigmoid_(), tile)
+                else:
+                    g = z.sub_(lse).exp_()
+                g.mul_(grad_lse.unsqueeze(1))
                 tiled.add_tile(gradients, tile, g, s, S, inverse, direct=grad_total)
                 finish.tile(gradients, tile)
             return None, *finish.complete(gradients)
