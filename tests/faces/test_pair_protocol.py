@@ -1,4 +1,6 @@
-"""Pair lists: LFW, YTF, CSV, missing images and malformed lines."""
+"""Pair lists: LFW, YTF, CSV, .bin sets, missing images and malformed lines."""
+
+import pickle
 
 import pytest
 
@@ -143,3 +145,31 @@ def test_missing_images_raise_or_their_pairs_are_skipped(tmp_path, images):
     text = "2 1\nAnn 1 2\nAnn 1 Bo 3\nBo 3 9\nCy 1 Bo 4\n"
     with pytest.raises(ValueError, match=r"fold 2 has no pair of the same person after skipping"):
         read_protocol(write(tmp_path, text), images, "skip")
+
+
+def test_bin_set_has_ten_blocks_of_pairs_as_folds(tmp_path):
+    path = tmp_path / "lfw.bin"
+    same = [n % 2 == 0 for n in range(27)]
+    path.write_bytes(pickle.dumps(([b""] * 54, same), 3))
+    protocol = read_protocol(path)
+    assert (protocol.format, protocol.title, protocol.notes) == ("BIN", "lfw.bin", ())
+    # The folds of scikit-learn's KFold: the first seven have three pairs.
+    assert [protocol.folds.count(str(n)) for n in range(1, 11)] == [3] * 7 + [2] * 3
+    assert protocol.folds == sorted(protocol.folds, key=int)
+    assert [pair.same for pair in protocol.pairs] == same
+    last = protocol.pairs[-1]
+    assert (last.line, last.first, last.second) == (27, "52", "53")
+    assert protocol.templates["53"] == (f"{path}::53",)
+
+
+def test_bin_set_ordered_by_kind(tmp_path):
+    (tmp_path / "x.bin").write_bytes(pickle.dumps(([b""] * 40, [True] * 12 + [False] * 8), 3))
+    protocol = read_protocol(tmp_path / "x.bin")
+    assert protocol.folds == [*"112233445678", *"12345678"]
+    assert "ordered by kind" in protocol.notes[0]
+    (tmp_path / "x.bin").write_bytes(pickle.dumps(([b""] * 4, [True] * 2), 3))
+    with pytest.raises(ValueError, match="has 1 folds"):
+        read_protocol(tmp_path / "x.bin")
+    (tmp_path / "x.txt").write_text("")
+    with pytest.raises(ValueError, match=r"not a \.bin verification set"):
+        read_protocol(tmp_path / "x.txt")

@@ -1,7 +1,9 @@
 """Verification: an example by hand, videos, unreadable images, the command."""
 
 import json
+import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,6 +120,39 @@ def test_verify_command(call, tmp_path):
     assert b"<polyline" in (tmp_path / "roc.svg").read_bytes()
 
 
+def test_verify_bin_set_equals_its_images(call, tmp_path):
+    """The accuracy is that of NumPy, with insightface's folds."""
+    protocol = by_hand(tmp_path)
+    rng = np.random.default_rng(0)
+    colors = {str(p): rng.integers(0, 256, 3) for p in (tmp_path / "faces").rglob("*.png")}
+    for path, color in colors.items():
+        save(Path(path), color)
+    files = [protocol.templates[n][0] for p in protocol.pairs for n in (p.first, p.second)]
+    same = [p.same for p in protocol.pairs]
+    (tmp_path / "a.bin").write_bytes(pickle.dumps(([Path(f).read_bytes() for f in files], same)))
+    model = mean_color(tmp_path / "m.onnx")
+    document = json.loads(call("faces", "verify", model, tmp_path / "a.bin", "--json"))
+    other = json.loads(
+        call("faces", "verify", model, tmp_path / "faces", tmp_path / "pairs.txt", "--json")
+    )
+    assert document["protocol"] == "BIN"
+    assert document["images"] == 40
+    assert [fold["accuracy"] for fold in document["folds"]] == [
+        f["accuracy"] for f in other["folds"]
+    ]
+    vectors = np.array([(colors[f] - 127.5) / 127.5 for f in files])
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    scores, same = (vectors[::2] * vectors[1::2]).sum(1), np.array(same)
+    for fold, rows in enumerate(np.split(np.arange(20), 10)):
+        rest = np.delete(np.arange(20), rows)
+        grid = np.append(np.sort(scores[rest]) - 1e-9, 2.0)
+        best = max(((scores[rest] >= t) == same[rest]).mean() for t in grid)
+        threshold = document["folds"][fold]["threshold"]
+        threshold = -2 if threshold is None else threshold
+        assert ((scores[rest] >= threshold) == same[rest]).mean() == best
+    assert "a.bin: 20 pairs in 10 folds" in call("faces", "verify", model, tmp_path / "a.bin")
+
+
 @pytest.mark.parametrize("flip_tta", [False, True])
 def test_verify_saved_embedder(call, tmp_path, flip_tta):
     by_hand(tmp_path)
@@ -133,6 +168,8 @@ def test_verify_saved_embedder(call, tmp_path, flip_tta):
     [
         (["nothing.onnx", "faces", "pairs.txt"], "nothing.onnx"),
         (["m.onnx", "faces", "faces"], "no such list of pairs"),
+        (["m.onnx", "pairs.txt"], "not a .bin verification set"),
+        (["m.onnx", "faces"], "Pass"),
         (["m.onnx", "faces", "pairs.txt", "--roc", "x.pdf"], "--roc must end in .svg"),
         (["m.onnx", "faces", "pairs.txt", "--out", "x.csv"], "--out must end in .json"),
         (["m.onnx", "faces", "pairs.txt", "--input", '{"sise": 8}'], "did you mean 'size'"),

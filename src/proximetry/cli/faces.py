@@ -112,14 +112,14 @@ DEFAULTS = ProtocolOptions()
 def verify(
     embedder: EmbedderSource,
     images: Path,
-    pairs: Path,
+    pairs: Path | None = None,
     /,
     *,
     options: Options = DEFAULTS,
     roc: Path | None = None,
     far: float = 1e-3,
 ) -> None:
-    """Verify pairs of faces (same person or not): LFW, YTF, a custom list, or two images.
+    """Verify pairs of faces (same person or not): LFW, YTF, a .bin set, your list, or two images.
 
     Of two aligned images, prints whether they show the same person; the embedder must be calibrated
     (`proximetry calibrate`). Of a list of pairs, prints the accuracy with its standard error over
@@ -127,9 +127,10 @@ def verify(
 
     Args:
         images: folder with <person>/<person>_0001.jpg (any image extension), the layout of LFW and
-            of `proximetry faces align`; for videos <person>/<video>/<frames>. Or an image.
+            of `proximetry faces align`; for videos <person>/<video>/<frames>. Or an image, or a
+            .bin verification set of InsightFace (LFW, CFP-FP, AgeDB-30, CALFW, CPLFW).
         pairs: LFW's pairs.txt, YTF's splits.txt, or CSV: image,image,same[,fold]. Or the other
-            image.
+            image. None for a .bin set.
         roc: also draw the ROC curve to this .svg file.
         far: the false accept rate of the decision on two images, one that was calibrated.
     """
@@ -137,20 +138,22 @@ def verify(
     from proximetry.faces import read_protocol
     from proximetry.faces.verify import draw_roc, verify_pairs
 
-    check_out(roc, [".svg"], [pairs, embedder], "--roc")
-    check_out(options.out, [".json"], [pairs, embedder])
-    if is_image(images.name) and is_image(pairs.name):
+    sources = [pairs or images, embedder]
+    check_out(roc, [".svg"], sources, "--roc")
+    check_out(options.out, [".json"], sources)
+    if pairs is not None and is_image(images.name) and is_image(pairs.name):
         model = load_embedder(embedder, options.device)
         decision = compare_images(model, str(embedder), images, pairs, far)
         print_result(options.as_json, decision, as_text(decision), options.out)
         return
-    protocol = read_protocol(pairs, images, options.bad_images)
+    folder = None if pairs is None else images
+    protocol = read_protocol(pairs or images, folder, options.bad_images)
     result = options.run("verifying", verify_pairs, embedder, protocol)
     if result is None:
         return
     if roc is not None:
-        draw_roc(result.result, f"{embedder.name}, {protocol.format}", roc)
-    document = {"images_from": str(images), "pairs_from": str(pairs), **result.document()}
+        draw_roc(result.result, f"{embedder.name}, {protocol.title}", roc)
+    document = {"images_from": str(images), "pairs_from": protocol.source, **result.document()}
     print_result(options.as_json, document, str(result), options.out)
 
 

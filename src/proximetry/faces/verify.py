@@ -64,7 +64,7 @@ class PairVerification:
         r, protocol = self.result, self.protocol
         folds = zip(protocol.fold_names, r.fold_accuracies, strict=True)
         lines = [
-            f"{protocol.format}: {len(protocol.pairs)} pairs in {len(r.fold_accuracies)} folds; "
+            f"{protocol.title}: {len(protocol.pairs)} pairs in {len(r.fold_accuracies)} folds; "
             f"cosine of {self.embedder.views}",
             f"accuracy {100 * r.accuracy:.2f} ± {100 * r.standard_error:.2f} % "
             "(mean and standard error over the folds)",
@@ -128,7 +128,9 @@ def verify_pairs(
         folds=[fold[name] for name in readable.folds],
         far=[10.0**-k for k in range(1, max(2, len(str(different))))],
     )
-    return PairVerification(result, readable, embedder, tuple(embedder.size_notes(files[0])))
+    return PairVerification(
+        result, readable, embedder, (*readable.notes, *embedder.size_notes(files[0]))
+    )
 
 
 def draw_roc(result: Verification, label: str, out: Path) -> None:
