@@ -134,6 +134,7 @@ def test_unreadable_images_raise_or_are_skipped(call, folder):
         (["probes", "--distractors", "zero.npy"], 1, "[0, 6]"),
         (["probes", "--distractors", "whole.npy"], 1, "int64"),
         (["probes", "--distractors", "wide.npy"], 2, "5 dimensions"),
+        (["probes", "--distractors", "both.npy", "--flip", "none"], 2, "3 with --flip none"),
         (["probes", "--distractors", "other.npz"], 2, "'vectors'"),
         (["probes", "--distractors", "broken.npy"], 2, "broken.npy"),
         (["probes", "--distractors", "nan.npy"], 1, "NaN"),

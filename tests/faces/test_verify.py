@@ -7,6 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from onnx import helper
+from PIL import Image
 
 from proximetry.faces import open_embedder, read_protocol, verify_pairs
 from proximetry.models import Embedder
@@ -153,6 +156,55 @@ def test_verify_bin_set_equals_its_images(call, tmp_path):
     assert "a.bin: 20 pairs in 10 folds" in call("faces", "verify", model, tmp_path / "a.bin")
 
 
+def halves(tmp_path):
+    """Write images with different halves, and the mean color of the left half as ONNX model."""
+    protocol = by_hand(tmp_path)
+    rng = np.random.default_rng(0)
+    for path in (tmp_path / "faces").rglob("*.png"):
+        colors = rng.integers(0, 256, (2, 3)).repeat(4, 0)[None].repeat(8, 0).astype(np.uint8)
+        Image.fromarray(colors).save(path)
+    nodes = [
+        helper.make_node("Slice", ["x", "start", "end", "axis"], ["left"]),
+        helper.make_node("ReduceMean", ["left", "axes"], ["y"], keepdims=0),
+    ]
+    constants = {"start": [0], "end": [4], "axis": [3], "axes": [2, 3]}
+    nodes = [
+        *(helper.make_node("Constant", [], [k], value_ints=v) for k, v in constants.items()),
+        *nodes,
+    ]
+    return protocol, mean_color(tmp_path / "left.onnx", nodes=nodes)
+
+
+def colors_of(file):
+    """Return the embeddings of an image and its mirror image."""
+    pixels = (np.asarray(Image.open(file)) - 127.5) / 127.5
+    return pixels[0, 0], pixels[0, -1]
+
+
+@pytest.mark.parametrize("flip", ["concat", "sum", "none"])
+def test_flip_equals_numpy(call, tmp_path, flip):
+    protocol, model = halves(tmp_path)
+    combine = {"concat": np.concatenate, "sum": np.sum, "none": lambda views, _: views[0]}[flip]
+    vectors = {name: combine(colors_of(file), 0) for name, (file,) in protocol.templates.items()}
+    same = np.array([pair.same for pair in protocol.pairs])
+    scores = np.array(
+        [
+            np.dot(vectors[p.first], vectors[p.second])
+            / np.linalg.norm(vectors[p.first])
+            / np.linalg.norm(vectors[p.second])
+            for p in protocol.pairs
+        ]
+    )
+    words = ["faces", "verify", model, tmp_path / "faces", tmp_path / "pairs.txt", "--flip", flip]
+    document = json.loads(call(*words, "--json"))
+    # The probability that a same pair is more similar than a different one.
+    expected = (scores[same][:, None] > scores[~same]).mean()
+    assert document["auc"] == pytest.approx(expected)
+    assert {"concat": "concatenated", "sum": "summed", "none": "only"}[flip] in document["views"]
+    rank = json.loads(call("faces", "identify", *words[2:4], "--flip", flip, "--json"))["rank"]
+    assert 0 <= rank["1"] <= 1
+
+
 @pytest.mark.parametrize("flip_tta", [False, True])
 def test_verify_saved_embedder(call, tmp_path, flip_tta):
     by_hand(tmp_path)
@@ -161,6 +213,17 @@ def test_verify_saved_embedder(call, tmp_path, flip_tta):
     document = json.loads(call(*words, tmp_path / "pairs.txt", "--json"))
     assert ("flip TTA" in document["views"]) == flip_tta
     assert document["pairs"] == 20
+    words += [tmp_path / "pairs.txt", "--flip", "sum"]
+    if flip_tta:
+        assert "--flip sum has no effect" in call(*words, code=2)
+        return
+    # The sum of the vectors before L2 normalization, which `embed` applies.
+    embedder = open_embedder(tmp_path / "e")
+    pixels = torch.randint(0, 256, (2, 3, 24, 24), dtype=torch.uint8)
+    raw = embedder.features(pixels)
+    assert torch.allclose(raw / raw.norm(dim=1, keepdim=True), embedder.embed(pixels), atol=1e-6)
+    assert not torch.allclose(raw.norm(dim=1), torch.ones(2))
+    assert "summed" in json.loads(call(*words, "--json"))["views"]
 
 
 @pytest.mark.parametrize(

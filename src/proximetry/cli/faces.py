@@ -12,11 +12,15 @@ from proximetry.cli.inputs import load_embedder, processes
 from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Document
 from proximetry.cli.output import check_out, echo, print_result, progress_bar
 from proximetry.cli.same import as_text, compare_images
-from proximetry.faces import Keep, Size
+from proximetry.faces import Flip, Keep, Size
 
 INPUT = (
     "input of an ONNX file, as JSON or a JSON file: size, channels, range, mean, std, output; "
     "default: the .json file next to it, else 112×112, RGB, (x − 127.5) / 127.5."
+)
+FLIP = (
+    "concatenate or sum the embeddings of image and mirror image, or use the image only; default: "
+    "concat."
 )
 EmbedderSource = Annotated[
     Path,
@@ -81,6 +85,7 @@ class ProtocolOptions:
     """Options of both protocols."""
 
     input: Annotated[str | None, Parameter(help=INPUT)] = None
+    flip: Annotated[Flip | None, Parameter(help=FLIP)] = None
     bad_images: BadImages = "error"
     batch_size: BatchSize = 64
     device: Device = None
@@ -97,6 +102,7 @@ class ProtocolOptions:
             result = work(
                 open_embedder(embedder, self.input, world.device),
                 inputs,
+                flip=self.flip,
                 batch_size=self.batch_size,
                 bad_images=self.bad_images,
                 progress=report,

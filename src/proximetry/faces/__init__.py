@@ -35,6 +35,9 @@ Size: TypeAlias = Literal["112x112", "112x96"]
 Keep: TypeAlias = Literal["largest", "center", "all"]
 """Which faces of an image to keep."""
 
+Flip: TypeAlias = Literal["concat", "sum", "none"]
+"""How to combine the embeddings of an image and its mirror image."""
+
 BadImages: TypeAlias = Literal["error", "skip"]
 """What to do with images that are missing or unreadable."""
 

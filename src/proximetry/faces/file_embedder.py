@@ -9,7 +9,7 @@ from torch import Tensor
 
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
-from proximetry.faces import BadImages
+from proximetry.faces import BadImages, Flip
 from proximetry.faces.face_embedder import FaceEmbedder
 from proximetry.metrics import Identification, Verification
 from proximetry.metrics._search.similarities import normalize
@@ -34,12 +34,12 @@ def with_notes(lines: list[str], skipped: Sequence[str], what: str, notes: Seque
 class FileEmbedder:
     """Embed images in batches, shared among the processes of a group.
 
-    ``concat_flip`` appends the vector of the mirror image. ``unreadable`` collects images that
-    could not be read, with the reason, if they are skipped.
+    ``flip`` "concat" appends the vector of the mirror image; "sum" adds it, before normalization.
+    ``unreadable`` collects images that could not be read, with the reason, if they are skipped.
     """
 
     embedder: FaceEmbedder
-    concat_flip: bool
+    flip: Flip
     batch_size: int
     bad_images: BadImages
     group: dist.ProcessGroup | None
@@ -49,6 +49,16 @@ class FileEmbedder:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
 
+    @property
+    def width(self) -> int:
+        """The dimension of the combined vectors."""
+        return self.embedder.dim * (2 if self.flip == "concat" else 1)
+
+    @property
+    def views(self) -> str:
+        """The views of an image that its vector combines, in words."""
+        return self.embedder.describe_views(self.flip)
+
     def sum_by_owner(
         self, files: Sequence[str], owners: Sequence[int], progress: Progress | None
     ) -> Tensor:
@@ -56,8 +66,7 @@ class FileEmbedder:
 
         Each process embeds its share and returns the total. Unreadable images add nothing.
         """
-        width = self.embedder.dim * (2 if self.concat_flip else 1)
-        sums = torch.zeros(1 + max(owners), width, dtype=torch.float64)
+        sums = torch.zeros(1 + max(owners), self.width, dtype=torch.float64)
         owner = torch.tensor(owners)
 
         def add() -> None:
@@ -98,17 +107,20 @@ class FileEmbedder:
                 raise ValueError(f"{file}: {reason}. Skip such images with --bad-images skip.")
             self.unreadable[file] = reason
 
-        done = 0
+        done, embedder = 0, self.embedder
         for indices, vectors in embed_images(
-            self.embedder.embed,
+            (self.flip == "sum" and embedder.features) or embedder.embed,
             (files[row] for row in share),
-            self.embedder.preprocessing,
-            device=self.embedder.device,
+            embedder.preprocessing,
+            device=embedder.device,
             batch_size=self.batch_size,
-            concat_flip=self.concat_flip,
+            concat_flip=self.flip != "none",
             on_error=skip,
             explain_nonfinite=lambda: "its weights may be damaged, or its input settings wrong",
         ):
+            if self.flip == "sum":
+                image, mirror = vectors.chunk(2, 1)
+                vectors = image + mirror
             yield [share[index] for index in indices], vectors
             done += len(indices)
             if progress is not None:

@@ -22,7 +22,7 @@ from proximetry._util.types import Progress
 from proximetry.data import open_dataset
 from proximetry.data.folders import images_below
 from proximetry.data.vectors import load_arrays
-from proximetry.faces import BadImages
+from proximetry.faces import BadImages, Flip
 from proximetry.faces.face_embedder import FaceEmbedder
 from proximetry.faces.file_embedder import FileEmbedder, describe_rates, with_notes
 from proximetry.metrics import Identification, identify
@@ -164,6 +164,7 @@ def identify_people(
     embedder: FaceEmbedder,
     people: ProbeSet,
     *,
+    flip: Flip | None = None,
     batch_size: int = 64,
     bad_images: BadImages = "error",
     progress: Progress | None = None,
@@ -172,8 +173,8 @@ def identify_people(
     """Identify people among distractors with MegaFace's protocol; options as in `verify_pairs`.
 
     Each image of a person is a probe for each other image of that person among all distractors.
-    Vectors combine image and mirror image, unless the distractors are vectors of images only, and
-    are compared by cosine. Distractors are streamed, not held in memory.
+    By default, vectors combine image and mirror image, unless the distractors are vectors of images
+    only. They are compared by cosine. Distractors are streamed, not held in memory.
 
     Examples:
         >>> from PIL import Image
@@ -188,18 +189,18 @@ def identify_people(
         >>> identify_people(open_embedder(folder), people).result.rates[1]
         1.0
     """
-    distractors, views, concat_flip = people.distractors, embedder.views, not embedder.flip_tta
-    if isinstance(distractors, np.ndarray):
-        width, both = distractors.shape[1], embedder.dim * (2 if concat_flip else 1)
-        if width not in (both, embedder.dim):
+    distractors, requested = people.distractors, flip
+    flip = embedder.resolve_flip(requested)
+    faces = FileEmbedder(embedder, flip, batch_size, bad_images, group)
+    if isinstance(distractors, np.ndarray) and distractors.shape[1] != faces.width:
+        width = distractors.shape[1]
+        if width != embedder.dim or requested is not None:
             raise UsageError(
                 f"--distractors {people.source} has vectors of {width} dimensions, and "
-                f"{embedder.source} returns {embedder.dim}, or {both} with the mirror image. Embed "
-                "the distractors with the same embedder."
+                f"{embedder.source} returns {faces.width} with --flip {flip}. Embed both in the "
+                "same way."
             )
-        if width != both:
-            views, concat_flip = "the image only, like the distractors", False
-    faces = FileEmbedder(embedder, concat_flip, batch_size, bad_images, group)
+        faces.flip = "none"
     total = len(people.files) + len(distractors)
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
@@ -235,7 +236,7 @@ def identify_people(
         len({people.labels[row] for row in rows}),
         people.source,
         embedder,
-        views,
+        faces.views,
         tuple(f"{file}: {reason}" for file, reason in sorted(faces.unreadable.items())),
         tuple(notes),
     )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from proximetry._util.charts import line_chart, step_points
 from proximetry._util.files import atomic_write
 from proximetry._util.types import Progress
-from proximetry.faces import BadImages
+from proximetry.faces import BadImages, Flip
 from proximetry.faces.face_embedder import FaceEmbedder
 from proximetry.faces.file_embedder import FileEmbedder, describe_rates, with_notes
 from proximetry.faces.pair_protocol import PairProtocol
@@ -25,6 +25,7 @@ class PairVerification:
     result: Verification
     protocol: PairProtocol
     embedder: FaceEmbedder
+    views: str
     notes: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
@@ -34,7 +35,7 @@ class PairVerification:
         return {
             "protocol": protocol.format,
             "embedder": self.embedder.source,
-            "views": self.embedder.views,
+            "views": self.views,
             "similarity": "cosine",
             "pairs": len(protocol.pairs),
             "same_pairs": r.same_pairs,
@@ -65,7 +66,7 @@ class PairVerification:
         folds = zip(protocol.fold_names, r.fold_accuracies, strict=True)
         lines = [
             f"{protocol.title}: {len(protocol.pairs)} pairs in {len(r.fold_accuracies)} folds; "
-            f"cosine of {self.embedder.views}",
+            f"cosine of {self.views}",
             f"accuracy {100 * r.accuracy:.2f} ± {100 * r.standard_error:.2f} % "
             "(mean and standard error over the folds)",
             f"AUC {r.auc:.5f}, EER {100 * r.eer:.2f} %",
@@ -79,6 +80,7 @@ def verify_pairs(
     embedder: FaceEmbedder,
     protocol: PairProtocol,
     *,
+    flip: Flip | None = None,
     batch_size: int = 64,
     bad_images: BadImages = "error",
     progress: Progress | None = None,
@@ -86,13 +88,15 @@ def verify_pairs(
 ) -> PairVerification:
     """Verify the pairs of a protocol by the cosine of their vectors.
 
-    A vector combines image and mirror image; a video is the mean of the unit vectors of its frames.
+    A video is the mean of the unit vectors of its frames.
     `metrics.verify` chooses each fold's threshold on the other folds. TAR is reported at every
     power of ten that the number of different pairs allows.
 
     Args:
         embedder: maps pixels to vectors.
         protocol: the pairs.
+        flip: concatenate or sum the vectors of image and mirror image, or use the image only;
+            default: "concat", unless the embedder has flip TTA.
         batch_size: images per forward pass.
         bad_images: "error" raises for unreadable images, "skip" skips their pairs.
         progress: called with (images done, images in total).
@@ -112,7 +116,8 @@ def verify_pairs(
         >>> result.result.accuracy
         1.0
     """
-    faces = FileEmbedder(embedder, not embedder.flip_tta, batch_size, bad_images, group)
+    flip = embedder.resolve_flip(flip)
+    faces = FileEmbedder(embedder, flip, batch_size, bad_images, group)
     templates = protocol.templates
     files = [file for images in templates.values() for file in images]
     owners = [owner for owner, images in enumerate(templates.values()) for _ in images]
@@ -129,7 +134,7 @@ def verify_pairs(
         far=[10.0**-k for k in range(1, max(2, len(str(different))))],
     )
     return PairVerification(
-        result, readable, embedder, (*readable.notes, *embedder.size_notes(files[0]))
+        result, readable, embedder, faces.views, (*readable.notes, *embedder.size_notes(files[0]))
     )
 
 
