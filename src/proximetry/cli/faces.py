@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -13,6 +13,9 @@ from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Documen
 from proximetry.cli.output import check_out, echo, print_result, progress_bar
 from proximetry.cli.same import as_text, compare_images
 from proximetry.faces import Flip, Keep, Size
+
+if TYPE_CHECKING:
+    from proximetry.faces import PairProtocol, TemplateProtocol
 
 INPUT = (
     "input of an ONNX file, as JSON or a JSON file: size, channels, range, mean, std, output; "
@@ -29,7 +32,7 @@ EmbedderSource = Annotated[
         "a backbone."
     ),
 ]
-ABOUT = "Align faces, and evaluate face embedders with the protocols of LFW, YTF and MegaFace."
+ABOUT = "Align faces, and evaluate face embedders with the protocols of LFW, YTF, IJB and MegaFace."
 
 
 def align(
@@ -125,7 +128,7 @@ def verify(
     roc: Path | None = None,
     far: float = 1e-3,
 ) -> None:
-    """Verify pairs of faces (same person or not): LFW, YTF, a .bin set, your list, or two images.
+    """Verify pairs of faces (same person or not): LFW, YTF, .bin sets, IJB, CSV, or two images.
 
     Of two aligned images, prints whether they show the same person; the embedder must be calibrated
     (`proximetry calibrate`). Of a list of pairs, prints the accuracy with its standard error over
@@ -133,15 +136,16 @@ def verify(
 
     Args:
         images: folder with <person>/<person>_0001.jpg (any image extension), the layout of LFW and
-            of `proximetry faces align`; for videos <person>/<video>/<frames>. Or an image, or a
-            .bin verification set of InsightFace (LFW, CFP-FP, AgeDB-30, CALFW, CPLFW).
+            of `proximetry faces align`; for videos <person>/<video>/<frames>. Or an image, a .bin
+            verification set of InsightFace (LFW, CFP-FP, AgeDB-30, CALFW, CPLFW), or the folder of
+            IJB-B or IJB-C with meta/ and loose_crop/.
         pairs: LFW's pairs.txt, YTF's splits.txt, or CSV: image,image,same[,fold]. Or the other
-            image. None for a .bin set.
+            image. None for .bin sets and IJB.
         roc: also draw the ROC curve to this .svg file.
         far: the false accept rate of the decision on two images, one that was calibrated.
     """
     from proximetry.data.folders import is_image
-    from proximetry.faces import read_protocol
+    from proximetry.faces import read_ijb, read_protocol, verify_templates
     from proximetry.faces.verify import draw_roc, verify_pairs
 
     sources = [pairs or images, embedder]
@@ -152,9 +156,14 @@ def verify(
         decision = compare_images(model, str(embedder), images, pairs, far)
         print_result(options.as_json, decision, as_text(decision), options.out)
         return
-    folder = None if pairs is None else images
-    protocol = read_protocol(pairs or images, folder, options.bad_images)
-    result = options.run("verifying", verify_pairs, embedder, protocol)
+    protocol: PairProtocol | TemplateProtocol
+    if pairs is None and images.is_dir():
+        protocol = read_ijb(images, options.bad_images)
+        result = options.run("verifying", verify_templates, embedder, protocol)
+    else:
+        folder = None if pairs is None else images
+        protocol = read_protocol(pairs or images, folder, options.bad_images)
+        result = options.run("verifying", verify_pairs, embedder, protocol)
     if result is None:
         return
     if roc is not None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,13 +12,13 @@ from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
 from proximetry.faces import BadImages, Flip
 from proximetry.faces.face_embedder import FaceEmbedder
-from proximetry.metrics import Identification, Verification
+from proximetry.metrics import Identification, VerificationRates
 from proximetry.metrics._search.similarities import normalize
 from proximetry.metrics.distributed import gather_objects, raise_on_all_ranks
 from proximetry.models.encoding import embed_images
 
 
-def describe_rates(result: Verification | Identification, missing: str) -> str:
+def describe_rates(result: VerificationRates | Identification, missing: str) -> str:
     """Return TAR at every FAR as text, with ``missing`` for FARs that cannot be measured."""
     rates = [f"{far:g}: {100 * tar:.2f} %" for far, tar in result.tar_at_far.items()]
     return ", ".join([*rates, *(f"{far:g}: {missing}" for far in result.unmeasurable_far)])
@@ -35,7 +36,8 @@ class FileEmbedder:
     """Embed images in batches, shared among the processes of a group.
 
     ``flip`` "concat" appends the vector of the mirror image; "sum" adds it, before normalization.
-    ``unreadable`` collects images that could not be read, with the reason, if they are skipped.
+    ``unnormalized`` vectors are those before L2 normalization. ``unreadable`` collects images that
+    could not be read, with the reason, if they are skipped.
     """
 
     embedder: FaceEmbedder
@@ -43,6 +45,7 @@ class FileEmbedder:
     batch_size: int
     bad_images: BadImages
     group: dist.ProcessGroup | None
+    unnormalized: bool = False
     unreadable: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,18 +63,26 @@ class FileEmbedder:
         return self.embedder.describe_views(self.flip)
 
     def sum_by_owner(
-        self, files: Sequence[str], owners: Sequence[int], progress: Progress | None
+        self,
+        files: Sequence[str],
+        owners: Sequence[int],
+        progress: Progress | None,
+        weights: npt.ArrayLike | None = None,
     ) -> Tensor:
         """Return the sum of the unit vectors of each owner's images, [owners, …], float64.
 
+        With ``weights``, vectors are multiplied by those of their images instead of normalized.
         Each process embeds its share and returns the total. Unreadable images add nothing.
         """
         sums = torch.zeros(1 + max(owners), self.width, dtype=torch.float64)
         owner = torch.tensor(owners)
+        factors = None if weights is None else torch.as_tensor(weights, dtype=torch.float64)
 
         def add() -> None:
-            for rows, vectors in self.batches(files, progress):
-                sums.index_add_(0, owner[rows], normalize(vectors.double()))
+            for rows, batch in self.batches(files, progress):
+                vectors = batch.double()
+                scaled = normalize(vectors) if factors is None else vectors * factors[rows, None]
+                sums.index_add_(0, owner[rows], scaled)
 
         raise_on_all_ranks(add, self.group)
         if self.group is not None:
@@ -108,8 +119,9 @@ class FileEmbedder:
             self.unreadable[file] = reason
 
         done, embedder = 0, self.embedder
+        unnormalized = self.unnormalized or self.flip == "sum"
         for indices, vectors in embed_images(
-            (self.flip == "sum" and embedder.features) or embedder.embed,
+            (unnormalized and embedder.features) or embedder.embed,
             (files[row] for row in share),
             embedder.preprocessing,
             device=embedder.device,

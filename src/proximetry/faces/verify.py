@@ -15,7 +15,9 @@ from proximetry.faces import BadImages, Flip
 from proximetry.faces.face_embedder import FaceEmbedder
 from proximetry.faces.file_embedder import FileEmbedder, describe_rates, with_notes
 from proximetry.faces.pair_protocol import PairProtocol
-from proximetry.metrics import Verification, pair_similarities, verify
+from proximetry.metrics import Verification, VerificationRates, pair_similarities, verify
+
+MAX_POINTS = 4096  # of a ROC curve as drawn
 
 
 @dataclass(frozen=True)
@@ -138,12 +140,16 @@ def verify_pairs(
     )
 
 
-def draw_roc(result: Verification, label: str, out: Path) -> None:
+def draw_roc(result: VerificationRates, label: str, out: Path) -> None:
     """Draw TAR against FAR, from 1 / number of different pairs, as SVG."""
     lowest = 1 / result.different_pairs
     # FAR 0 has no position on a logarithmic axis.
     far, first = np.maximum(result.roc.far, lowest), int(np.sum(result.roc.far <= lowest)) - 1
-    points = step_points([*far[first:].tolist(), 1.0], result.roc.tar[first:].tolist())
+    far, tar = far[first:], result.roc.tar[first:]
+    if len(far) > MAX_POINTS:
+        rows = np.unique(np.searchsorted(far, np.geomspace(lowest, 1, MAX_POINTS), "right") - 1)
+        far, tar = far[rows], tar[rows]
+    points = step_points([*far.tolist(), 1.0], tar.tolist())
     title, x_label = "true accept rate (%)", "false accept rate"
     chart = line_chart(title, {label: points}, x_label=x_label, log=True, file=True)
     atomic_write(out, chart.encode())

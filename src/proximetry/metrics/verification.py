@@ -35,20 +35,13 @@ class Roc:
 
 
 @dataclass(frozen=True)
-class Verification:
-    """The result of ``verify``.
+class VerificationRates:
+    """The result of ``verification_rates``: figures that need no folds.
 
-    ``accuracy`` is the mean over folds and ``standard_error`` σ/√folds with σ the sample standard
-    deviation over folds (LFW's μ̂ ± S_E). ``thresholds`` has the threshold of each fold;
-    ``threshold``, chosen in the same way on all pairs, is for use on new pairs. ``tar_at_far`` has
-    the measurable rates, ``unmeasurable_far`` those below one in the number of different pairs.
+    ``tar_at_far`` has the measurable rates, ``unmeasurable_far`` those below one in the number of
+    different pairs.
     """
 
-    accuracy: float
-    standard_error: float
-    fold_accuracies: FloatArray
-    thresholds: FloatArray
-    threshold: float
     auc: float
     eer: float
     tar_at_far: dict[float, float]
@@ -63,10 +56,28 @@ class Verification:
             f", TAR@FAR={far:g} not measurable with {self.different_pairs} different pairs"
             for far in self.unmeasurable_far
         )
+        return f"AUC {self.auc:.4f}, EER {self.eer:.4f}{rates}{missing}"
+
+
+@dataclass(frozen=True)
+class Verification(VerificationRates):
+    """The result of ``verify``.
+
+    ``accuracy`` is the mean over folds and ``standard_error`` σ/√folds with σ the sample standard
+    deviation over folds (LFW's μ̂ ± S_E). ``thresholds`` has the threshold of each fold;
+    ``threshold``, chosen in the same way on all pairs, is for use on new pairs.
+    """
+
+    accuracy: float
+    standard_error: float
+    fold_accuracies: FloatArray
+    thresholds: FloatArray
+    threshold: float
+
+    def __str__(self) -> str:
         return (
             f"accuracy {self.accuracy:.4f} ± {self.standard_error:.4f} "
-            f"({len(self.fold_accuracies)} folds), AUC {self.auc:.4f}, EER {self.eer:.4f}"
-            f"{rates}{missing}"
+            f"({len(self.fold_accuracies)} folds), {super().__str__()}"
         )
 
 
@@ -87,10 +98,9 @@ class _Tally:
         return Roc(self.different / self.totals[0], self.same / self.totals[1], self.thresholds)
 
     def auc(self) -> float:
-        # Twice the area in whole pairs; Python's integers keep it exact at any size.
+        # Twice the area in whole pairs: exact for up to two billion pairs of each kind.
         heights = self.same[1:] + self.same[:-1]
-        twice = sum((np.diff(self.different) * heights).tolist())
-        return float(twice / (2 * math.prod(self.totals)))
+        return int((np.diff(self.different) * heights).sum()) / (2 * math.prod(self.totals))
 
     def eer(self) -> float:
         different, same = self.totals
@@ -108,6 +118,19 @@ class _Tally:
             return None
         at = int(np.searchsorted(self.different, allowed, side="right")) - 1
         return float(self.same[at] / self.totals[1])
+
+    def rates(self, far: Sequence[float]) -> dict[str, Any]:
+        """Return the fields of `VerificationRates`."""
+        rates = {rate: self.tar_at_far(rate) for rate in far}
+        return {
+            "auc": self.auc(),
+            "eer": self.eer(),
+            "tar_at_far": {rate: tar for rate, tar in rates.items() if tar is not None},
+            "unmeasurable_far": tuple(rate for rate, tar in rates.items() if tar is None),
+            "roc": self.roc(),
+            "same_pairs": self.totals[1],
+            "different_pairs": self.totals[0],
+        }
 
     def best_threshold(self) -> float:
         correct = self.same + (self.totals[0] - self.different)
@@ -196,6 +219,19 @@ def tar_at_far(similarities: Values, same: Truth, far: float) -> float:
     return rate
 
 
+def verification_rates(
+    similarities: Values, same: Truth, far: Sequence[float] = (1e-1, 1e-2, 1e-3)
+) -> VerificationRates:
+    """Compute the ROC curve, AUC, EER and TAR at each FAR of all pairs, in one pass.
+
+    Examples:
+        >>> from proximetry.metrics import verification_rates
+        >>> verification_rates([0.9, 0.1, 0.8, 0.3], [1, 0, 1, 0], far=[0.5]).tar_at_far
+        {0.5: 1.0}
+    """
+    return VerificationRates(**_Tally(*_validate(similarities, same)).rates(far))
+
+
 def verify(
     similarities: Values,
     same: Truth,
@@ -232,20 +268,13 @@ def verify(
         thresholds[fold] = _Tally(values[~inside], truth[~inside]).best_threshold()
         accuracies[fold] = np.mean((values[inside] >= thresholds[fold]) == truth[inside])
     tally = _Tally(values, truth)
-    rates = {rate: tally.tar_at_far(rate) for rate in far}
     return Verification(
         accuracy=float(accuracies.mean()),
         standard_error=float(accuracies.std(ddof=1) / math.sqrt(len(names))),
         fold_accuracies=accuracies,
         thresholds=thresholds,
         threshold=tally.best_threshold(),
-        auc=tally.auc(),
-        eer=tally.eer(),
-        tar_at_far={rate: tar for rate, tar in rates.items() if tar is not None},
-        unmeasurable_far=tuple(rate for rate, tar in rates.items() if tar is None),
-        roc=tally.roc(),
-        same_pairs=tally.totals[1],
-        different_pairs=tally.totals[0],
+        **tally.rates(far),
     )
 
 
