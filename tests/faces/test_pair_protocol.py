@@ -54,19 +54,26 @@ def test_images_in_a_subfolder_of_the_folder(tmp_path, images):
     assert len(protocol.templates) == 3
 
 
-@pytest.mark.parametrize("wrong", ["", "1, ", "0, "])
-def test_ytf_videos(tmp_path, wrong):
-    """The corrected list has the old value before the corrected one."""
+@pytest.mark.parametrize("labels", ["published", "both", "corrected"])
+def test_ytf_videos(tmp_path, labels):
+    """The corrected list has the published value before the corrected one."""
     videos = tmp_path / "videos"
     for name in ("Ann/0", "Ann/3", "Bo/1"):
         for frame in range(3):
             save(videos / name / f"aligned_detect_0.{frame}.png", frame)
+    extra = ["", ""] if labels == "published" else [", 0", ", 1"]
     lines = [
-        f"{fold}, 1, Ann/0, Ann/3, {wrong}1\n{fold}, 2, Ann/3, Bo/1, {wrong}0" for fold in "12"
+        f"{fold}, 1, Ann/0, Ann/3, 1{extra[0]}\n{fold}, 2, Ann/3, Bo/1, 0{extra[1]}"
+        for fold in "12"
     ]
-    protocol = read_protocol(write(tmp_path, "\n".join([HEADER, *lines])), videos)
+    path, corrected = write(tmp_path, "\n".join([HEADER, *lines])), labels == "corrected"
+    protocol = read_protocol(path, videos, corrected_labels=corrected)
     assert protocol.format == "YTF"
-    assert [p.same for p in protocol.pairs] == [True, False] * 2
+    assert [p.same for p in protocol.pairs] == [not corrected, corrected] * 2
+    assert len(protocol.notes) == (labels != "published")
+    assert (
+        labels == "published" or f"the {labels.replace('both', 'published')}" in protocol.notes[0]
+    )
     assert protocol.folds == ["1", "1", "2", "2"]
     assert len(protocol.templates["Ann/3"]) == 3
 
@@ -116,6 +123,13 @@ def test_malformed_lists_raise_with_the_line(tmp_path, images, text, message):
     with pytest.raises(ValueError, match=message) as caught:
         read_protocol(path, images)
     assert str(caught.value).startswith(str(path))
+
+
+def test_lists_without_corrected_labels(tmp_path, images):
+    for text, folder in ((own(), images), ("", None)):
+        path = write(tmp_path, text, "own.csv")
+        with pytest.raises(ValueError, match="no corrected labels"):
+            read_protocol(path, folder, corrected_labels=True)
 
 
 def test_missing_list_and_folder(tmp_path, images):

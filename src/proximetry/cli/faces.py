@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from proximetry.cli.inputs import load_embedder, processes
-from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Document
+from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Document, Flag
 from proximetry.cli.output import check_out, echo, print_result, progress_bar
 from proximetry.cli.same import as_text, compare_images
 from proximetry.faces import Flip, Keep, Size
@@ -125,6 +125,7 @@ def verify(
     /,
     *,
     options: Options = DEFAULTS,
+    corrected_labels: Flag = False,
     roc: Path | None = None,
     far: float = 1e-3,
 ) -> None:
@@ -141,6 +142,8 @@ def verify(
             IJB-B or IJB-C with meta/ and loose_crop/.
         pairs: LFW's pairs.txt, YTF's splits.txt, or CSV: image,image,same[,fold]. Or the other
             image. None for .bin sets and IJB.
+        corrected_labels: use the corrections in the sixth column of YTF's list, not the published
+            labels.
         roc: also draw the ROC curve to this .svg file.
         far: the false accept rate of the decision on two images, one that was calibrated.
     """
@@ -162,7 +165,9 @@ def verify(
         result = options.run("verifying", verify_templates, embedder, protocol)
     else:
         folder = None if pairs is None else images
-        protocol = read_protocol(pairs or images, folder, options.bad_images)
+        protocol = read_protocol(
+            pairs or images, folder, options.bad_images, corrected_labels=corrected_labels
+        )
         result = options.run("verifying", verify_pairs, embedder, protocol)
     if result is None:
         return
@@ -179,6 +184,9 @@ def identify(
     *,
     options: Options = DEFAULTS,
     distractors: Path | None = None,
+    probe_list: Path | None = None,
+    distractor_list: Path | None = None,
+    noises: Annotated[tuple[Path, ...], Parameter(consume_multiple=False)] = (),
     cmc: Path | None = None,
 ) -> None:
     """Identify faces among many distractors: MegaFace's protocol.
@@ -192,14 +200,25 @@ def identify(
         distractors: folder of images of other people, or their vectors from the same embedder:
             .npy (memory-mapped) or .npz, as `proximetry embed --flip` writes; default: people in
             PROBES with a single image.
+        probe_list: use only these probes: facescrub_features_list.json or facescrub_lst.
+        distractor_list: use only these distractors: megaface_features_list.json_1000000_1 or
+            megaface_lst.
+        noises: images to exclude: facescrub_noises.txt, megaface_noises.txt; may be repeated.
         cmc: also draw the cumulative match curve to this .svg file.
     """
     from proximetry.faces.identify import draw_cmc, identify_people, read_people
 
-    sources = [embedder, *([distractors] if distractors else [])]
+    sources = [embedder, *noises, *filter(None, [distractors, probe_list, distractor_list])]
     check_out(cmc, [".svg"], sources, "--cmc")
     check_out(options.out, [".json"], sources)
-    people = read_people(probes, distractors)
+    people = read_people(
+        probes,
+        distractors,
+        probe_list=probe_list,
+        distractor_list=distractor_list,
+        noises=noises,
+        bad_images=options.bad_images,
+    )
     result = options.run("identifying", identify_people, embedder, people)
     if result is None:
         return

@@ -116,11 +116,14 @@ def read_protocol(
     file: str | os.PathLike[str],
     folder: str | os.PathLike[str] | None = None,
     bad_images: BadImages = "error",
+    *,
+    corrected_labels: bool = False,
 ) -> PairProtocol:
     """Read a pair list and find its images below a folder, with any extension.
 
     A ``.bin`` verification set needs no folder. With ``bad_images="skip"``, lines with a missing
     image or a video without frames are skipped; by default they raise one ValueError.
+    ``corrected_labels`` uses the corrections in the sixth column of YTF's list.
     """
     if bad_images not in get_args(BadImages):
         raise UsageError(f"bad_images must be 'error' or 'skip', got {bad_images!r}")
@@ -131,9 +134,11 @@ def read_protocol(
     if not source.is_file():
         raise UsageError(f"no such list of pairs: {source}. Pass LFW's pairs.txt, or CSV.")
     if folder is None:
+        _label_notes(source, "", "BIN", corrected_labels)
         return _read_set(source)
     text = read_text(source, limit=2**30).removeprefix("\ufeff")
     kind = _recognize(source, text)
+    notes = _label_notes(source, text, kind, corrected_labels)
     if kind == "LFW":
         table = read_pairs(source)
         names = [f"{name}/{name}_{number:04d}" for name, number in table.images]
@@ -143,7 +148,7 @@ def read_protocol(
             for line, (a, b), same, fold in zip(*columns, strict=True)
         )
     else:
-        pairs = tuple(_read_rows(source, text, kind))
+        pairs = tuple(_read_rows(source, text, kind, corrected_labels))
     files = dict.fromkeys(name for pair in pairs for name in (pair.first, pair.second))
     templates, missing = _find_images(root, files)
     if not templates:
@@ -155,7 +160,7 @@ def read_protocol(
             f"{source}: {len(reasons)} of {len(pairs)} pairs cannot be compared with the images in "
             f"{root} ({join_first(reasons, 3)}). Skip such pairs with --bad-images skip."
         )
-    return PairProtocol(str(source), kind, pairs, templates)._skip(missing)
+    return PairProtocol(str(source), kind, pairs, templates, notes=notes)._skip(missing)
 
 
 def _read_set(source: Path) -> PairProtocol:
@@ -210,7 +215,18 @@ def _recognize(source: Path, text: str) -> Format:
     )
 
 
-def _read_rows(source: Path, text: str, kind: Format) -> list[Pair]:
+def _label_notes(source: Path, text: str, kind: Format, corrected: bool) -> tuple[str, ...]:
+    """Return which labels of YTF are used if the list has both."""
+    has_both = kind == "YTF" and any(line.count(",") == 5 for line in text.splitlines())
+    if corrected and not has_both:
+        raise UsageError(f"{source} has no corrected labels. Omit --corrected-labels.")
+    if not has_both:
+        return ()
+    used = "corrected" if corrected else "published"
+    return (f"the {used} labels of YTF are used (option --corrected-labels)",)
+
+
+def _read_rows(source: Path, text: str, kind: Format, corrected: bool) -> list[Pair]:
     """Read YTF's list or CSV; the first line may be a header."""
     columns = "split,pair,image,image,same" if kind == "YTF" else "image,image,same[,fold]"
     pairs: list[Pair] = []
@@ -224,7 +240,7 @@ def _read_rows(source: Path, text: str, kind: Format) -> list[Pair]:
             line = ",".join(fields)
             if kind == "YTF" and len(fields) in (5, 6) and fields[0].isdecimal():
                 # The corrected list appends the corrected value.
-                fields = [fields[2], fields[3], fields[-1], fields[0]]
+                fields = [fields[2], fields[3], fields[-1 if corrected else 4], fields[0]]
             elif kind == "YTF" or len(fields) not in (3, 4):
                 raise ValueError(f"expected {columns}, got {line!r}")
             first, second, same, fold = (*fields, "")[:4]
