@@ -205,6 +205,68 @@ def test_flip_equals_numpy(call, tmp_path, flip):
     assert 0 <= rank["1"] <= 1
 
 
+def by_color(pixels):
+    """Return unit vectors whose angle is red in degrees, and green in fractions of it."""
+    angle = torch.deg2rad(pixels[:, :2, 0, 0].double() @ torch.tensor([1, 1 / 256]).double())
+    return torch.stack([angle.cos(), angle.sin()], 1).float()
+
+
+def by_length(pixels):
+    """Return the same vectors, with blue as their length."""
+    return by_color(pixels) * pixels[:, 2, 0, :1].float()
+
+
+@pytest.mark.parametrize("flip", ["concat", "sum", "none"])
+def test_errors_versus_reject_equal_numpy(tmp_path, flip):
+    """The quality of a pair is that of its shorter vector, before normalization."""
+    rng = np.random.default_rng(0)
+    lines, colors = ["10\t3"], {}
+    for fold in range(10):
+        for name in (f"{letter}{fold}" for letter in "ABC"):
+            low = 0 if name[0] == "A" else 30
+            people = rng.integers([low, 0, 50], [low + 60, 256, 256], (2, 3))
+            lfw(tmp_path / "faces", {name: people})
+            colors |= {f"{name}/{name}_000{i + 1}": color for i, color in enumerate(people)}
+        lines += [f"{letter}{fold}\t1\t2" for letter in "ABC"]
+        lines += [f"A{fold}\t{n}\tB{fold}\t1" for n in (1, 2)] + [f"B{fold}\t2\tC{fold}\t1"]
+    (tmp_path / "pairs.txt").write_text("\n".join(lines))
+    protocol = read_protocol(tmp_path / "pairs.txt", tmp_path / "faces")
+    embedder = replace(ANGLES, embed=by_color, features=by_length)
+    plain = verify_pairs(embedder, protocol, flip=flip, batch_size=7)
+    result = verify_pairs(embedder, protocol, flip=flip, quality=True, batch_size=7)
+    assert plain.result.fold_accuracies.tolist() == result.result.fold_accuracies.tolist()
+    assert plain.result.auc == result.result.auc
+    assert plain.reject is None
+    sides = np.array([[colors[p.first], colors[p.second]] for p in protocol.pairs])
+    scores = np.cos(np.deg2rad(np.diff(sides[:, :, :2] @ [1, 1 / 256], axis=1)[:, 0]))
+    same = np.array([pair.same for pair in protocol.pairs])
+    # FAR 0.1 of 30 different pairs: three are accepted.
+    threshold = scores[scores > np.sort(scores[~same])[-4]].min()
+    quality = sides[:, :, 2].min(1)
+    curve = result.reject
+    assert curve.far == 0.1
+    assert len(curve.rejected) == 8
+    for rejected, fnmr, fmr in zip(curve.rejected, curve.fnmr, curve.fmr, strict=True):
+        kept = quality >= np.sort(quality)[round(rejected * 60)]
+        assert kept.sum() == round(60 * (1 - rejected))
+        assert fnmr == pytest.approx((scores[kept & same] < threshold).mean())
+        assert fmr == pytest.approx((scores[kept & ~same] >= threshold).mean())
+    assert "pairs rejected" in str(result)
+    rows = result.document()["error_versus_reject"]
+    assert [row["fnmr"] for row in rows] == curve.fnmr.tolist()
+
+
+def test_quality_needs_unnormalized_vectors(call, tmp_path):
+    protocol = by_hand(tmp_path)
+    with pytest.raises(ValueError, match="all have length 1"):
+        verify_pairs(ANGLES, protocol, quality=True)
+    saved = Embedder.create("small_convnet", 8, weights="none", image_size=24).save(tmp_path / "e")
+    words = ["faces", "verify", saved, tmp_path / "faces", tmp_path / "pairs.txt", "--quality"]
+    document = json.loads(call(*words, "--json"))
+    assert document["error_versus_reject"][0]["rejected"] == 0
+    assert "FNMR" in call(*words)
+
+
 @pytest.mark.parametrize("flip_tta", [False, True])
 def test_verify_saved_embedder(call, tmp_path, flip_tta):
     by_hand(tmp_path)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from proximetry._util.errors import UsageError
 from proximetry.cli.inputs import load_embedder, processes
 from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Document, Flag
 from proximetry.cli.output import check_out, echo, print_result, progress_bar
@@ -126,6 +127,7 @@ def verify(
     *,
     options: Options = DEFAULTS,
     corrected_labels: Flag = False,
+    quality: Flag = False,
     roc: Path | None = None,
     far: float = 1e-3,
 ) -> None:
@@ -144,6 +146,8 @@ def verify(
             image. None for .bin sets and IJB.
         corrected_labels: use the corrections in the sixth column of YTF's list, not the published
             labels.
+        quality: also print the error when the pairs of lowest quality are rejected; the quality is
+            the length of the unnormalized embedding (MagFace, AdaFace).
         roc: also draw the ROC curve to this .svg file.
         far: the false accept rate of the decision on two images, one that was calibrated.
     """
@@ -161,6 +165,8 @@ def verify(
         return
     protocol: PairProtocol | TemplateProtocol
     if pairs is None and images.is_dir():
+        if quality or corrected_labels:
+            raise UsageError("--quality and --corrected-labels are not for IJB. Omit them.")
         protocol = read_ijb(images, options.bad_images)
         result = options.run("verifying", verify_templates, embedder, protocol)
     else:
@@ -168,7 +174,8 @@ def verify(
         protocol = read_protocol(
             pairs or images, folder, options.bad_images, corrected_labels=corrected_labels
         )
-        result = options.run("verifying", verify_pairs, embedder, protocol)
+        work = partial(verify_pairs, quality=quality)
+        result = options.run("verifying", work, embedder, protocol)
     if result is None:
         return
     if roc is not None:

@@ -29,7 +29,7 @@ class FaceEmbedder:
         device: device of the pixels.
         flip_tta: whether a vector already combines the image and its mirror image.
         onnx: whether the source is an ONNX file.
-        features: as `embed`, before L2 normalization; default: `embed`.
+        features: as `embed`, before L2 normalization; None if `embed` does not normalize.
     """
 
     source: str
@@ -108,7 +108,7 @@ def open_embedder(
         model.embed,
         device,
         flip_tta,
-        features=partial(_unnormalized, model),
+        features=partial(_unnormalized, model) if model.architecture.normalize else None,
     )
 
 

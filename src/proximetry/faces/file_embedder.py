@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._util.tensors import chunks
+from proximetry._util.tensors import chunks, l2_normalize
 from proximetry._util.types import Progress
 from proximetry.faces import BadImages, Flip
 from proximetry.faces.face_embedder import FaceEmbedder
@@ -36,8 +36,9 @@ class FileEmbedder:
     """Embed images in batches, shared among the processes of a group.
 
     ``flip`` "concat" appends the vector of the mirror image; "sum" adds it, before normalization.
-    ``unnormalized`` vectors are those before L2 normalization. ``unreadable`` collects images that
-    could not be read, with the reason, if they are skipped.
+    ``unnormalized`` vectors are those before L2 normalization. ``lengths``, if a dictionary, gets
+    the length of the unnormalized vector of each image, the mean over its views. ``unreadable``
+    collects images that could not be read, with the reason, if they are skipped.
     """
 
     embedder: FaceEmbedder
@@ -46,6 +47,7 @@ class FileEmbedder:
     bad_images: BadImages
     group: dist.ProcessGroup | None
     unnormalized: bool = False
+    lengths: dict[str, float] | None = None
     unreadable: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -94,10 +96,12 @@ class FileEmbedder:
         return sums
 
     def share_unreadable(self) -> None:
-        """Collect the unreadable images of all processes."""
+        """Collect the unreadable images and the lengths of all processes."""
         if self.group is not None:
-            for images in gather_objects(self.unreadable, self.group):
+            for images, lengths in gather_objects((self.unreadable, self.lengths), self.group):
                 self.unreadable.update(images)
+                if self.lengths is not None and lengths is not None:
+                    self.lengths.update(lengths)
 
     def batches(
         self, files: Sequence[str], progress: Progress | None = None
@@ -118,22 +122,34 @@ class FileEmbedder:
                 raise ValueError(f"{file}: {reason}. Skip such images with --bad-images skip.")
             self.unreadable[file] = reason
 
-        done, embedder = 0, self.embedder
-        unnormalized = self.unnormalized or self.flip == "sum"
+        done = 0
         for indices, vectors in embed_images(
-            (unnormalized and embedder.features) or embedder.embed,
+            self._embed,
             (files[row] for row in share),
-            embedder.preprocessing,
-            device=embedder.device,
+            self.embedder.preprocessing,
+            device=self.embedder.device,
             batch_size=self.batch_size,
             concat_flip=self.flip != "none",
             on_error=skip,
             explain_nonfinite=lambda: "its weights may be damaged, or its input settings wrong",
         ):
-            if self.flip == "sum":
-                image, mirror = vectors.chunk(2, 1)
-                vectors = image + mirror
-            yield [share[index] for index in indices], vectors
+            rows = [share[index] for index in indices]
+            views = vectors.chunk(1 if self.flip == "none" else 2, 1)
+            if self.lengths is not None:
+                lengths = torch.stack([view[:, -1] for view in views]).mean(0).tolist()
+                self.lengths.update(zip((files[row] for row in rows), lengths, strict=True))
+                views = tuple(view[:, :-1] for view in views)
+            yield rows, views[0] + views[1] if self.flip == "sum" else torch.cat(views, 1)
             done += len(indices)
             if progress is not None:
                 progress(done, len(share))
+
+    def _embed(self, pixels: Tensor) -> Tensor:
+        """Return the vectors of one view, followed by their unnormalized length if requested."""
+        embedder, unnormalized = self.embedder, self.unnormalized or self.flip == "sum"
+        if self.lengths is None:
+            return ((unnormalized and embedder.features) or embedder.embed)(pixels)
+        features = (embedder.features or embedder.embed)(pixels)
+        unit, lengths = l2_normalize(features)
+        vectors = unit if embedder.features is not None and not unnormalized else features
+        return torch.cat([vectors, lengths[:, None]], 1)

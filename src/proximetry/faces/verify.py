@@ -1,7 +1,8 @@
 """Face verification: LFW, YTF, or custom pairs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, isnan
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,23 @@ import numpy as np
 import torch.distributed as dist
 
 from proximetry._util.charts import line_chart, step_points
+from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_write
-from proximetry._util.types import Progress
+from proximetry._util.types import FloatArray, Progress
 from proximetry.faces import BadImages, Flip
 from proximetry.faces.face_embedder import FaceEmbedder
 from proximetry.faces.file_embedder import FileEmbedder, describe_rates, with_notes
 from proximetry.faces.pair_protocol import PairProtocol
-from proximetry.metrics import Verification, VerificationRates, pair_similarities, verify
+from proximetry.metrics import (
+    ErrorVersusReject,
+    Verification,
+    VerificationRates,
+    error_versus_reject,
+    pair_similarities,
+    verify,
+)
 
+LOWEST_FAR = 1e-3  # of the curve of errors
 MAX_POINTS = 4096  # of a ROC curve as drawn
 
 
@@ -29,6 +39,7 @@ class PairVerification:
     embedder: FaceEmbedder
     views: str
     notes: tuple[str, ...]
+    reject: ErrorVersusReject | None = None
 
     def document(self) -> dict[str, Any]:
         """Return the result as JSON-compatible values."""
@@ -61,6 +72,7 @@ class PairVerification:
             ],
             "skipped": list(protocol.skipped),
             "notes": list(self.notes),
+            **({} if self.reject is None else {"error_versus_reject": _reject_rows(self.reject)}),
         }
 
     def __str__(self) -> str:
@@ -75,7 +87,34 @@ class PairVerification:
             f"TAR at FAR {describe_rates(r, 'too few different pairs')}",
             "by fold: " + ", ".join(f"{name} {100 * value:.2f}" for name, value in folds),
         ]
+        if self.reject is not None:
+            lines += [
+                f"error versus reject, pairs of the shortest embeddings first, at the threshold of "
+                f"FAR {self.reject.far:g}:",
+                "  pairs rejected  FNMR (1 − TAR)      FMR (FAR)",
+                *(
+                    f"  {100 * row['rejected']:12.1f} %"
+                    + "".join(
+                        f"{'–':>16}" if row[rate] is None else f"{100 * row[rate]:14.2f} %"
+                        for rate in ("fnmr", "fmr")
+                    )
+                    for row in _reject_rows(self.reject)
+                ),
+            ]
         return with_notes(lines, protocol.skipped, "pairs", self.notes)
+
+
+def _reject_rows(curve: ErrorVersusReject) -> list[dict[str, Any]]:
+    """Return the points of the curve, without NaN."""
+    columns = zip(curve.rejected.tolist(), curve.fnmr.tolist(), curve.fmr.tolist(), strict=True)
+    return [
+        {
+            "rejected": rejected,
+            "fnmr": None if isnan(fnmr) else fnmr,
+            "fmr": None if isnan(fmr) else fmr,
+        }
+        for rejected, fnmr, fmr in columns
+    ]
 
 
 def verify_pairs(
@@ -83,6 +122,7 @@ def verify_pairs(
     protocol: PairProtocol,
     *,
     flip: Flip | None = None,
+    quality: bool = False,
     batch_size: int = 64,
     bad_images: BadImages = "error",
     progress: Progress | None = None,
@@ -99,6 +139,8 @@ def verify_pairs(
         protocol: the pairs.
         flip: concatenate or sum the vectors of image and mirror image, or use the image only;
             default: "concat", unless the embedder has flip TTA.
+        quality: also compute the error when the pairs of lowest quality are rejected. The quality
+            of an image is the length of its vector before L2 normalization (MagFace, AdaFace).
         batch_size: images per forward pass.
         bad_images: "error" raises for unreadable images, "skip" skips their pairs.
         progress: called with (images done, images in total).
@@ -119,7 +161,8 @@ def verify_pairs(
         1.0
     """
     flip = embedder.resolve_flip(flip)
-    faces = FileEmbedder(embedder, flip, batch_size, bad_images, group)
+    lengths: dict[str, float] | None = {} if quality else None
+    faces = FileEmbedder(embedder, flip, batch_size, bad_images, group, lengths=lengths)
     templates = protocol.templates
     files = [file for images in templates.values() for file in images]
     owners = [owner for owner, images in enumerate(templates.values()) for _ in images]
@@ -129,15 +172,39 @@ def verify_pairs(
     fold = {name: index for index, name in enumerate(readable.fold_names)}
     same = np.array([pair.same for pair in readable.pairs])
     different = int((~same).sum())
+    similarities = pair_similarities(
+        sums, [[row[pair.first], row[pair.second]] for pair in readable.pairs]
+    )
     result = verify(
-        pair_similarities(sums, [[row[pair.first], row[pair.second]] for pair in readable.pairs]),
+        similarities,
         same,
         folds=[fold[name] for name in readable.folds],
         far=[10.0**-k for k in range(1, max(2, len(str(different))))],
     )
-    return PairVerification(
-        result, readable, embedder, faces.views, (*readable.notes, *embedder.size_notes(files[0]))
-    )
+    notes = (*readable.notes, *embedder.size_notes(files[0]))
+    curve = None
+    if lengths is not None:
+        measurable = [far for far in result.tar_at_far if far >= LOWEST_FAR]
+        if not measurable:
+            raise UsageError("--quality needs at least ten different pairs. Omit it.")
+        scores = _pair_quality(readable, lengths, embedder.source)
+        curve = error_versus_reject(similarities, same, scores, far=min(measurable))
+    return PairVerification(result, readable, embedder, faces.views, notes, curve)
+
+
+def _pair_quality(protocol: PairProtocol, lengths: Mapping[str, float], source: str) -> FloatArray:
+    """Return the qualities of both sides of each pair: mean lengths of the vectors."""
+    values = np.array(list(lengths.values()))
+    if np.ptp(values) <= 1e-3 * values.max():
+        raise UsageError(
+            f"--quality: the vectors of {source} all have length {values.max():.3g}. Use a model "
+            "that does not normalize them."
+        )
+    quality = {
+        name: float(np.mean([lengths[file] for file in files]))
+        for name, files in protocol.templates.items()
+    }
+    return np.array([(quality[pair.first], quality[pair.second]) for pair in protocol.pairs])
 
 
 def draw_roc(result: VerificationRates, label: str, out: Path) -> None:
