@@ -27,6 +27,10 @@ EMBEDDER = FaceEmbedder("corners", 3 * 4 * 3, FACES, corners, torch.device("cpu"
 
 @pytest.fixture
 def folder(tmp_path):
+    return write_ijb(tmp_path)
+
+
+def write_ijb(tmp_path):
     """Write a small IJB-C: every pair of templates, and points that differ between the images."""
     rng = np.random.default_rng(0)
     meta, images = tmp_path / "IJBC" / "meta", tmp_path / "IJBC" / "loose_crop"

@@ -44,6 +44,7 @@ def align(
     size: Size = "112x112",
     keep: Keep = "largest",
     detector: Path | None = None,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Detect the faces in a folder of images and align them by their five key points.
@@ -69,6 +70,7 @@ def align(
             size=size,
             keep=keep,
             detector=detector,
+            device=device,
             progress=report,
             log=partial(echo, to_stderr=as_json),
         )
