@@ -399,7 +399,7 @@ def test_wrong_folder_names_expected_and_actual_files(tmp_path, name, expected):
 
 
 def test_names(tmp_path, monkeypatch):
-    names = "cub cars flowers faces lfw sop inshop glyphs folder csv parquet vectors shards"
+    names = "cub cars flowers faces lfw sop inshop glyphs folder csv parquet vectors shards records"
     known = list_datasets()
     assert list(known) == names.split()
     assert all(info.name == name for name, info in known.items())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -263,3 +264,42 @@ def test_detector_of_the_package_on_photographs():
         assert ((faces.points > low) & (faces.points < high)).all(), "points lie in their box"
         assert (faces.points[:, 0, 0] < faces.points[:, 1, 0]).all(), "left eye, right eye"
         assert (faces.points[:, 0, 1] < faces.points[:, 3, 1]).all(), "eyes above mouths"
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_detector_on_gpu_where_the_provider_is_present(tmp_path, monkeypatch, present):
+    """onnxruntime-gpu is optional: without it, the session runs on the CPU."""
+    import onnxruntime
+
+    file = make_detector(tmp_path / "x.onnx")
+    image = np.zeros((96, 96, 3), np.uint8)
+    requested, open_cpu = [], onnxruntime.InferenceSession
+
+    class Session:
+        """A session that claims to run on the requested providers."""
+
+        def __init__(self, content, options, providers):
+            requested.append(providers)
+            self.inner = open_cpu(content, options, providers=["CPUExecutionProvider"])
+            self.batches = []
+
+        def get_providers(self):
+            return [p if isinstance(p, str) else p[0] for p in requested[-1]]
+
+        def run(self, names, inputs):
+            self.batches.append(len(next(iter(inputs.values()))))
+            return self.inner.run(names, inputs)
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    providers = ["CUDAExecutionProvider"] * present + ["CPUExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+    found = Detector(file, torch.device("cuda", 1))
+    expected = [("CUDAExecutionProvider", {"device_id": 1})] * present
+    assert requested == [[*expected, "CPUExecutionProvider"]]
+    assert (found.on_gpu, found.batch_size) == ((True, 32) if present else (False, 4))
+    assert len(found([image] * 40)) == 40
+    assert max(found._session.batches) == found.batch_size
+    assert not Detector(file).on_gpu

@@ -90,6 +90,57 @@ def test_distractors_as_images_and_as_vectors_agree(call, folder):
         assert any("not probes: lonely" in note for note in document["notes"])
 
 
+def test_lists_of_megaface_and_noises(call, folder):
+    """Paths match without their extension, and if the shorter one ends the longer one."""
+    names = ["P0/P0_0001.jpg", "P0/P0_0002", "/data/facescrub/P1/P1_0001.jpg", "P1_0003.png"]
+    names += [f"P2/P2_000{n}.jpg" for n in (1, 2, 3)]
+    (folder / "probes.json").write_text(json.dumps({"id": ["x"], "path": names}))
+    distractors = [f"/x/y/{n % 4}/{n:02d}.jpg" for n in range(30)]
+    (folder / "megaface_lst").write_text("\n".join(distractors))
+    (folder / "noise1.txt").write_text("# wrong people\n\nP2_0002.jpg\nunknown.jpg\n")
+    (folder / "noise2.txt").write_text("17\t0/04.jpg\n18\t1/05.jpg\n3/45.jpg\n")
+    people = read_people(
+        folder / "probes",
+        folder / "distractors",
+        probe_list=folder / "probes.json",
+        distractor_list=folder / "megaface_lst",
+        noises=[folder / "noise1.txt", folder / "noise2.txt"],
+    )
+    assert people.labels == ("P0", "P0", "P1", "P1", "P2", "P2")
+    assert [file[-8:] for file in people.files[2:]] == [f"{n:04d}.png" for n in (1, 3, 1, 3)]
+    expected = {f"{n % 4}/{n:02d}.png" for n in range(30)} - {"0/04.png", "1/05.png"}
+    assert {file[-8:] for file in people.distractors} == expected
+    assert any("2 images of" in note and "excluded as noise" in note for note in people.notes)
+    words = ["faces", "identify", folder / "m.onnx", folder / "probes"]
+    words += ["--distractors", folder / "distractors", "--probe-list", folder / "probes.json"]
+    words += ["--distractor-list", folder / "megaface_lst", "--noises", folder / "noise1.txt"]
+    document = json.loads(call(*words, "--noises", folder / "noise2.txt", "--json"))
+    assert (document["probes"], document["distractors"], document["trials"]) == (6, 28, 6)
+    with (folder / "megaface_lst").open("a") as file:
+        file.write("\n0/99.jpg")
+    assert "1 of 31 images of" in call(*words, code=1)
+    document = json.loads(call(*words, "--bad-images", "skip", "--json"))
+    assert any("are not in" in note and "0/99" in note for note in document["notes"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "0 images"),
+        ('{"id": []}', 'JSON with "path"'),
+        ('{"path": [1]}', "not a list of names"),
+        ('{"path": ["P0/P0_0001.jpg"', 'JSON with "path"'),
+        ("{" * 100_000, 'JSON with "path"'),
+        ("P9/P9_0001.jpg", "1 of 1 images"),
+    ],
+    ids=range(6),
+)
+def test_damaged_lists(folder, text, message):
+    (folder / "list").write_text(text)
+    with pytest.raises(ValueError, match=message if text else "no image is left"):
+        read_people(folder / "probes", probe_list=folder / "list")
+
+
 def test_identify_command(call, folder):
     words = ["faces", "identify", folder / "m.onnx", folder / "probes"]
     words += ["--distractors", folder / "distractors", "--out", folder / "x.json"]
@@ -134,10 +185,17 @@ def test_unreadable_images_raise_or_are_skipped(call, folder):
         (["probes", "--distractors", "zero.npy"], 1, "[0, 6]"),
         (["probes", "--distractors", "whole.npy"], 1, "int64"),
         (["probes", "--distractors", "wide.npy"], 2, "5 dimensions"),
+        (["probes", "--distractors", "both.npy", "--flip", "none"], 2, "3 with --flip none"),
         (["probes", "--distractors", "other.npz"], 2, "'vectors'"),
         (["probes", "--distractors", "broken.npy"], 2, "broken.npy"),
         (["probes", "--distractors", "nan.npy"], 1, "NaN"),
         (["probes", "--cmc", "x.gif"], 2, "got x.gif"),
+        (["probes", "--noises", "nothing.txt"], 2, "no such list of images: nothing.txt"),
+        (
+            ["probes", "--distractors", "both.npy", "--distractor-list", "broken.npy"],
+            2,
+            "--distractor-list is for a folder",
+        ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

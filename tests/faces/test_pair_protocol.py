@@ -1,4 +1,6 @@
-"""Pair lists: LFW, YTF, CSV, missing images and malformed lines."""
+"""Pair lists: LFW, YTF, CSV, .bin sets, missing images and malformed lines."""
+
+import pickle
 
 import pytest
 
@@ -52,19 +54,26 @@ def test_images_in_a_subfolder_of_the_folder(tmp_path, images):
     assert len(protocol.templates) == 3
 
 
-@pytest.mark.parametrize("wrong", ["", "1, ", "0, "])
-def test_ytf_videos(tmp_path, wrong):
-    """The corrected list has the old value before the corrected one."""
+@pytest.mark.parametrize("labels", ["published", "both", "corrected"])
+def test_ytf_videos(tmp_path, labels):
+    """The corrected list has the published value before the corrected one."""
     videos = tmp_path / "videos"
     for name in ("Ann/0", "Ann/3", "Bo/1"):
         for frame in range(3):
             save(videos / name / f"aligned_detect_0.{frame}.png", frame)
+    extra = ["", ""] if labels == "published" else [", 0", ", 1"]
     lines = [
-        f"{fold}, 1, Ann/0, Ann/3, {wrong}1\n{fold}, 2, Ann/3, Bo/1, {wrong}0" for fold in "12"
+        f"{fold}, 1, Ann/0, Ann/3, 1{extra[0]}\n{fold}, 2, Ann/3, Bo/1, 0{extra[1]}"
+        for fold in "12"
     ]
-    protocol = read_protocol(write(tmp_path, "\n".join([HEADER, *lines])), videos)
+    path, corrected = write(tmp_path, "\n".join([HEADER, *lines])), labels == "corrected"
+    protocol = read_protocol(path, videos, corrected_labels=corrected)
     assert protocol.format == "YTF"
-    assert [p.same for p in protocol.pairs] == [True, False] * 2
+    assert [p.same for p in protocol.pairs] == [not corrected, corrected] * 2
+    assert len(protocol.notes) == (labels != "published")
+    assert (
+        labels == "published" or f"the {labels.replace('both', 'published')}" in protocol.notes[0]
+    )
     assert protocol.folds == ["1", "1", "2", "2"]
     assert len(protocol.templates["Ann/3"]) == 3
 
@@ -116,6 +125,13 @@ def test_malformed_lists_raise_with_the_line(tmp_path, images, text, message):
     assert str(caught.value).startswith(str(path))
 
 
+def test_lists_without_corrected_labels(tmp_path, images):
+    for text, folder in ((own(), images), ("", None)):
+        path = write(tmp_path, text, "own.csv")
+        with pytest.raises(ValueError, match="no corrected labels"):
+            read_protocol(path, folder, corrected_labels=True)
+
+
 def test_missing_list_and_folder(tmp_path, images):
     with pytest.raises(ValueError, match=r"nothing\.txt"):
         read_protocol(tmp_path / "nothing.txt", images)
@@ -143,3 +159,31 @@ def test_missing_images_raise_or_their_pairs_are_skipped(tmp_path, images):
     text = "2 1\nAnn 1 2\nAnn 1 Bo 3\nBo 3 9\nCy 1 Bo 4\n"
     with pytest.raises(ValueError, match=r"fold 2 has no pair of the same person after skipping"):
         read_protocol(write(tmp_path, text), images, "skip")
+
+
+def test_bin_set_has_ten_blocks_of_pairs_as_folds(tmp_path):
+    path = tmp_path / "lfw.bin"
+    same = [n % 2 == 0 for n in range(27)]
+    path.write_bytes(pickle.dumps(([b""] * 54, same), 3))
+    protocol = read_protocol(path)
+    assert (protocol.format, protocol.title, protocol.notes) == ("BIN", "lfw.bin", ())
+    # The folds of scikit-learn's KFold: the first seven have three pairs.
+    assert [protocol.folds.count(str(n)) for n in range(1, 11)] == [3] * 7 + [2] * 3
+    assert protocol.folds == sorted(protocol.folds, key=int)
+    assert [pair.same for pair in protocol.pairs] == same
+    last = protocol.pairs[-1]
+    assert (last.line, last.first, last.second) == (27, "52", "53")
+    assert protocol.templates["53"] == (f"{path}::53",)
+
+
+def test_bin_set_ordered_by_kind(tmp_path):
+    (tmp_path / "x.bin").write_bytes(pickle.dumps(([b""] * 40, [True] * 12 + [False] * 8), 3))
+    protocol = read_protocol(tmp_path / "x.bin")
+    assert protocol.folds == [*"112233445678", *"12345678"]
+    assert "ordered by kind" in protocol.notes[0]
+    (tmp_path / "x.bin").write_bytes(pickle.dumps(([b""] * 4, [True] * 2), 3))
+    with pytest.raises(ValueError, match="has 1 folds"):
+        read_protocol(tmp_path / "x.bin")
+    (tmp_path / "x.txt").write_text("")
+    with pytest.raises(ValueError, match=r"not a \.bin verification set"):
+        read_protocol(tmp_path / "x.txt")

@@ -10,6 +10,7 @@ import pytest
 
 from proximetry import cli
 from tests.faces.small import lfw, mean_color
+from tests.faces.test_ijb import write_ijb
 
 SCRIPT = """
 import json, os, sys
@@ -21,7 +22,7 @@ codes = [main(words) for words in json.loads(sys.argv[1])]
 print(codes, file=sys.stderr)
 dist.barrier()
 sys.stdout.flush()
-os._exit(codes != [0, 0, 0, 0, 1])  # a group of gloo that is taken apart may abort the process
+os._exit(codes != [0, 0, 0, 0, 0, 0, 1])  # leaving a gloo group may abort the process
 """
 
 
@@ -44,6 +45,12 @@ def test_two_processes_equal_one(tmp_path):
     identify = ["identify", model, faces]
     commands = {
         "verify": verify,
+        "quality": [*verify, "--quality", "--flip", "sum"],
+        "ijb": [
+            "verify",
+            mean_color(tmp_path / "n.onnx", shape=(3, 112, 112)),
+            write_ijb(tmp_path),
+        ],
         "folder": identify,
         "vectors": [*identify, "--distractors", tmp_path / "crowd.npy"],
         "images": [*identify, "--distractors", faces.parent / "others"],
@@ -64,11 +71,11 @@ def test_two_processes_equal_one(tmp_path):
     run += [str(tmp_path / "script.py"), json.dumps(words["two"])]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count('"tar_at_far"') == 4, "one of two processes prints"
+    assert done.stdout.count('"tar_at_far"') == 6, "one of two processes prints"
     assert "process 0: " in done.stderr
-    for one in words["one"][:4]:
+    for one in words["one"][:6]:
         assert cli.main(one) == 0
         name = one[-1].rpartition("-")[2]
         figures = [json.loads((tmp_path / f"{out}-{name}").read_text()) for out in ("one", "two")]
         assert figures[0] == figures[1], name
-    assert cli.main(words["one"][4]) == 1
+    assert cli.main(words["one"][6]) == 1

@@ -14,12 +14,14 @@ from proximetry.metrics import (
     auc,
     draw_pairs,
     eer,
+    error_versus_reject,
     pair_similarities,
     read_pairs,
     roc,
     tar_at_far,
     templates,
     verification_pairs,
+    verification_rates,
     verify,
     verify_classes,
 )
@@ -370,3 +372,62 @@ def test_templates_are_normalized_weighted_means(monkeypatch):
 def test_templates_reject_invalid_input(call, message):
     with pytest.raises(ValueError, match=message):
         call(torch.randn(4, 3))
+
+
+def test_error_versus_reject_equals_plain_loops():
+    rng = np.random.default_rng(0)
+    for count in (30, 400):
+        same = rng.random(count) < 0.5
+        quality = rng.integers(0, 20, (count, 2)).astype(float)  # with ties
+        scores = rng.normal(size=count) + same * quality.min(1) / 5
+        curve = error_versus_reject(scores, same, quality, far=0.1, reject=(0, 0.29, 0.5, 0.9))
+        accepted = int(0.1 * (~same).sum())
+        bound = np.sort(scores[~same])[::-1][accepted]
+        assert curve.threshold == min(s for s in scores if s > bound)
+        for limit, rejected, fnmr, fmr in zip(
+            (0, 0.29, 0.5, 0.9), curve.rejected, curve.fnmr, curve.fmr, strict=True
+        ):
+            kept = [
+                row
+                for row in range(count)
+                # Rejecting it with all of its quality would reject too many.
+                if sum(quality.min(1) <= min(quality[row])) > np.floor(limit * count + 1e-9)
+            ]
+            assert rejected == pytest.approx(1 - len(kept) / count)
+            assert rejected <= limit + 1e-9
+            misses = [scores[row] < curve.threshold for row in kept if same[row]]
+            accepts = [scores[row] >= curve.threshold for row in kept if not same[row]]
+            for rate, wrong in ((fnmr, misses), (fmr, accepts)):
+                assert rate == pytest.approx(np.mean(wrong) if wrong else np.nan, nan_ok=True)
+        one = error_versus_reject(scores, same, quality.min(1), far=0.1, reject=(0.29,))
+        assert one.fnmr == curve.fnmr[1]
+    # A useful quality lowers the error.
+    assert curve.fnmr[2] < curve.fnmr[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quality": [1, 2]}, "finite number per pair"),
+        ({"quality": [1, 2, 3, np.nan]}, "finite number per pair"),
+        ({"reject": (0.5, 1)}, "fractions from 0"),
+        ({"far": 0.1}, "not measurable"),
+    ],
+)
+def test_error_versus_reject_raises(options, message):
+    values = {"quality": [1, 2, 3, 4], "far": 0.5} | options
+    with pytest.raises(ValueError, match=message):
+        error_versus_reject([0.1, 0.2, 0.3, 0.4], [1, 0, 1, 0], **values)
+
+
+def test_rates_without_folds_equal_those_of_verify():
+    rng = np.random.default_rng(0)
+    same = rng.random(200) < 0.5
+    scores = rng.normal(size=200) + same
+    rates, result = (
+        verification_rates(scores, same, (0.1, 1e-4)),
+        verify(scores, same, far=(0.1, 1e-4)),
+    )
+    assert (rates.auc, rates.eer, rates.tar_at_far) == (result.auc, result.eer, result.tar_at_far)
+    assert rates.unmeasurable_far == (1e-4,)
+    assert str(rates) in str(result)

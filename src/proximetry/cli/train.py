@@ -116,9 +116,10 @@ def train(
     Every key of the recipe can be overridden, as in: --optimizer.lr 2e-4 --training.epochs 30
 
     Args:
-        images: a folder of class folders, a table (.csv, .parquet), a tar file, or a dataset's
-            name; or precomputed vectors (.npz, .npy, .parquet, as `proximetry embed` writes); or a
-            recipe (shipped name or YAML file) with a dataset, whose path is --data.root.
+        images: a folder of class folders, a table (.csv, .parquet), a .tar or .rec file, or a
+            dataset's name; or precomputed vectors (.npz, .npy, .parquet, as `proximetry embed`
+            writes); or a recipe (shipped name or YAML file) with a dataset, whose path is
+            --data.root.
         out: run folder; a run in it resumes with its own recipe. Default: in runs/, named after the
             images or the recipe.
         recipe: for your images: a shipped recipe's name or a YAML file (see: proximetry recipes);

@@ -17,6 +17,7 @@ from typing import Any, Self, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]
 
 from proximetry._util.errors import suggest
 from proximetry._util.formatting import join_first
@@ -31,10 +32,12 @@ from proximetry.data.folders import (
     shard_members,
     split_shard_path,
 )
+from proximetry.data.recordio import Records, find_records, scan_records
 from proximetry.data.suggestions import read_suggestions
 from proximetry.data.tables import (
     TEXT,
     Column,
+    dictionary_column,
     duplicate_rows,
     pack,
     read_csv,
@@ -61,7 +64,8 @@ class Catalog:
     Columns read like tuples; they are stored as pyarrow arrays.
 
     Attributes:
-        paths: relative to `root`, or absolute; "shard.tar::member" for an image in a tar shard.
+        paths: relative to `root`, or absolute; "shard.tar::member" for an image in a tar shard,
+            "train.rec::1" in a .rec file.
         labels: class names.
         splits: "train", "val" or "test"; "all" for images without a split.
         root: the folder of relative paths.
@@ -337,6 +341,27 @@ class Catalog:
             files = sorted(path.glob("*.tar")) if path.is_dir() else [path]
         root, scan = scan_shards([Path(file) for file in files])
         return cls(root=root, **scan._asdict())
+
+    @classmethod
+    def from_records(cls, path: AnyPath) -> Catalog:
+        """Read a training set of InsightFace: a .rec file, or a folder with train.rec.
+
+        The .idx file must lie beside it. Classes are the numbers of the identities.
+        """
+        file = find_records(Path(path))
+        records = cast(Records, shard_members(file))
+        numbers, identities, notes = scan_records(records)
+        names, codes = np.unique(identities, return_inverse=True)
+        prefix = pa.scalar(os.fsencode(f"{file.name}{SEPARATOR}"), TEXT)
+        texts = pa.array(numbers).cast(pa.large_string()).cast(TEXT)
+        return cls(
+            paths=Column(pc.binary_join_element_wise(prefix, texts, pa.scalar(b"", TEXT))),
+            labels=dictionary_column([str(name) for name in names.tolist()], codes),
+            splits=dictionary_column(["all"], np.zeros(len(numbers), np.int64)),
+            root=file.parent,
+            notes=tuple(notes),
+            layout=f"images: {len(names)} classes in {file.name}",
+        )
 
     @classmethod
     def from_csv(

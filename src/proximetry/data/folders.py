@@ -16,8 +16,10 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from proximetry._util.formatting import format_value, join_first
+from proximetry.data.image_pairs import read_image_pairs
 
 SEPARATOR = "::"
+_CONTAINER = re.compile(rf"(.*?\.(?:tar|bin|rec)){SEPARATOR}(.*)", re.DOTALL)
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -289,14 +291,40 @@ def _entries(
 
 
 def split_shard_path(path: str) -> tuple[str, str]:
-    """Split "shard.tar::member" into file and member; the member of a plain path is empty."""
-    head, mark, member = path.partition(f".tar{SEPARATOR}")
-    return (f"{head}.tar", member) if mark else (path, "")
+    """Split "shard.tar::member" into file and member; the member of a plain path is empty.
+
+    Images in ``.bin`` verification sets and in ``.rec`` files are numbered: "train.rec::1".
+    """
+    match = _CONTAINER.fullmatch(path)
+    return (match[1], match[2]) if match else (path, "")
 
 
 def shard_members(shard: str | os.PathLike[str]) -> Mapping[str, tuple[int, int]]:
-    """Return {member: (offset, size)} of the plain files in an uncompressed tar."""
+    """Return {member: (offset, size)} of the files in a tar, .bin or .rec file.
+
+    The tar must be uncompressed; the size in a .rec file is that of the record.
+    """
+    if os.fspath(shard).endswith(".rec"):
+        from proximetry.data.recordio import index_file, read_index
+
+        name = os.fspath(shard)
+        return read_index(name, file_state(name), file_state(index_file(name)))
     return _members(os.fspath(shard), file_state(shard))
+
+
+def read_member(shard: str, member: str) -> bytes:
+    """Return the content of a member."""
+    members = shard_members(shard)
+    if member not in members:
+        raise ValueError(f"{shard} has no member {member!r}")
+    start, size = members[member]
+    with open_file(shard) as file:
+        if shard.endswith(".rec"):
+            from proximetry.data.recordio import read_image
+
+            return read_image(file, start)
+        file.seek(start)
+        return file.read(size)
 
 
 def file_state(file: str | os.PathLike[str]) -> tuple[int, ...]:
@@ -311,6 +339,8 @@ def file_state(file: str | os.PathLike[str]) -> tuple[int, ...]:
 @lru_cache(maxsize=1024)
 def _members(shard: str, state: tuple[int, ...]) -> Mapping[str, tuple[int, int]]:
     # The state is part of the key, so a replaced shard is read again.
+    if shard.endswith(".bin"):
+        return {str(number): span for number, span in enumerate(read_image_pairs(shard).images)}
     with open_file(shard) as file:
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 
 from proximetry._util.imports import import_optional
-from proximetry.data.folders import open_file, shard_members, split_shard_path
+from proximetry.data.folders import open_file, read_member, split_shard_path
 
 try:
     from PIL import Image, ImageFile, UnidentifiedImageError
@@ -152,12 +152,7 @@ def open_bytes(path: str) -> Stream:
         name, member = split_shard_path(path)
         if not member:
             return open_file(name)
-        if member not in (members := shard_members(name)):
-            raise ValueError(f"{name} has no member {member!r}")
-        start, size = members[member]
-        with open_file(name) as file:
-            file.seek(start)
-            return io.BytesIO(file.read(size))
+        return io.BytesIO(read_member(name, member))
     except FileNotFoundError as error:
         raise ImageError(path, "no such file", transient=True) from error
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Faces: detection, alignment, and the evaluation protocols of LFW, YTF and MegaFace.
+"""Faces: detection, alignment, and the evaluation protocols of LFW, YTF, IJB and MegaFace.
 
 Names are imported on first use.
 """
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from proximetry.faces.face_embedder import *
     from proximetry.faces.geometry import *
     from proximetry.faces.identify import *
+    from proximetry.faces.ijb import *
     from proximetry.faces.pair_protocol import *
     from proximetry.faces.verify import *
 
@@ -23,6 +24,7 @@ _EXPORTS = {
     "detector": "Detector Faces find_detector",
     "face_embedder": "FaceEmbedder open_embedder",
     "identify": "identify_people read_people",
+    "ijb": "TemplateProtocol read_ijb verify_templates",
     "pair_protocol": "PairProtocol read_protocol",
     "verify": "verify_pairs",
 }
@@ -34,6 +36,9 @@ Size: TypeAlias = Literal["112x112", "112x96"]
 
 Keep: TypeAlias = Literal["largest", "center", "all"]
 """Which faces of an image to keep."""
+
+Flip: TypeAlias = Literal["concat", "sum", "none"]
+"""How to combine the embeddings of an image and its mirror image."""
 
 BadImages: TypeAlias = Literal["error", "skip"]
 """What to do with images that are missing or unreadable."""

@@ -21,13 +21,13 @@ from PIL import Image
 from proximetry._util.errors import UsageError
 from proximetry._util.files import atomic_path, final_name
 from proximetry._util.formatting import join_first
-from proximetry._util.machine import cores
+from proximetry._util.machine import cores, resolve_device
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
 from proximetry.data.folders import files_below, is_image
 from proximetry.data.images import ImageError, image_size, open_image
 from proximetry.faces import Keep, Size
-from proximetry.faces.detector import BATCH, Detector, Faces, find_detector
+from proximetry.faces.detector import Detector, Faces, find_detector
 from proximetry.faces.geometry import height_and_width, similarity, template, warp
 
 MAX_WORKERS = 16  # each holds a few images and the activations of the network in memory
@@ -63,6 +63,7 @@ def align_folder(
     size: Size = "112x112",
     keep: Keep = "largest",
     detector: str | os.PathLike[str] | None = None,
+    device: str | None = None,
     progress: Progress | None = None,
     log: Log = lambda line: None,
 ) -> Alignment:
@@ -77,6 +78,7 @@ def align_folder(
         size: height and width; the 112x96 template is the center of the 112x112 template.
         keep: the largest face of an image, the one nearest to its center, or all.
         detector: an SCRFD model with key points; by default that of an installed package.
+        device: of the detector; by default a GPU if there is one and onnxruntime-gpu is installed.
         progress: called with (images done, images in total).
         log: called with messages.
 
@@ -92,8 +94,11 @@ def align_folder(
     if _is_aligned(source, paths, size):
         raise UsageError(f"all images in {source} are already {size}. Use them without aligning.")
     file, package = (Path(detector), "") if detector is not None else find_detector()
-    model = Detector(file)
-    log(f"detector: {file.name}{package and f' of {package}'}")
+    model = Detector(file, device)
+    where = " on the GPU" if model.on_gpu else ""
+    if not model.on_gpu and resolve_device(device).type == "cuda":
+        where = " on the CPU; install onnxruntime-gpu to use the GPU"
+    log(f"detector: {file.name}{package and f' of {package}'}{where}")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     settings = {"folder": str(source.resolve()), "size": size, "keep": keep}
     settings["detector"] = f"{file.name} ({digest})"
@@ -104,9 +109,10 @@ def align_folder(
         finished = _finished_images(journal, source, out_folder, paths)
         remaining, done = [path for path in paths if path not in finished], len(finished)
         # The pool queues all its tasks, so it gets a few thousand images at a time.
-        for group in chunks(len(remaining), 256 * workers * BATCH):
+        batch = model.batch_size
+        for group in chunks(len(remaining), 256 * workers * batch):
             part = remaining[group]
-            for records in pool.map(align, [part[at] for at in chunks(len(part), BATCH)]):
+            for records in pool.map(align, [part[at] for at in chunks(len(part), batch)]):
                 journal.executemany("INSERT OR REPLACE INTO aligned VALUES (?, ?, ?)", records)
                 journal.commit()
                 done += len(records)

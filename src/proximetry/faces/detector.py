@@ -11,11 +11,13 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from PIL import Image
 
 from proximetry._util.errors import UsageError
+from proximetry._util.machine import resolve_device
 from proximetry._util.tensors import chunks
-from proximetry.models.onnx_network import describe_tensors, open_session, reason_of
+from proximetry.models.onnx_network import CUDA, describe_tensors, open_session, reason_of
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Pixels: TypeAlias = npt.NDArray[np.uint8]
@@ -26,6 +28,7 @@ ROWS = (1, 4, 10)  # numbers per anchor: a score, the sides of a box, five point
 MAX_SIDE = 640  # side of an input of any size, as SCRFD was published
 MIN_SIDE = 64
 BATCH = 4  # images per run; larger batches need more memory and are not faster on a CPU
+GPU_BATCH = 32
 MIN_SCORE = 0.5
 MAX_OVERLAP = 0.4
 
@@ -63,12 +66,19 @@ class Detector:
     Attributes:
         file: the model.
         batched: whether the model takes several images per run.
+        on_gpu: whether it runs on a GPU: if requested by ``device``, and onnxruntime-gpu is
+            installed.
+        batch_size: images per run.
     """
 
-    def __init__(self, file: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, file: str | os.PathLike[str], device: str | torch.device | None = "cpu"
+    ) -> None:
         self.file = Path(file)
         # One session of one thread per worker is faster than a shared one.
-        self._session = open_session(self.file, threads=1)
+        self._session = open_session(self.file, threads=1, device=resolve_device(device))
+        self.on_gpu = CUDA in self._session.get_providers()
+        self.batch_size = GPU_BATCH if self.on_gpu else BATCH
         inputs = self._session.get_inputs()
         shape = list(inputs[0].shape) if len(inputs) == 1 else []
         sides = [side if isinstance(side, int) else 0 for side in shape[2:]]  # 0: any
@@ -127,7 +137,7 @@ class Detector:
         # Consecutive images of one size share a batch.
         for size, group in itertools.groupby(range(len(images)), key=sizes.__getitem__):
             rows = list(group)
-            for part in chunks(len(rows), BATCH if self.batched else 1):
+            for part in chunks(len(rows), self.batch_size if self.batched else 1):
                 outputs = self.run(_inputs([fitted[row] for row in rows[part]], size))
                 for index, row in enumerate(rows[part]):
                     faces = decode([[o[index] for o in kinds] for kinds in outputs], size[1])
@@ -210,9 +220,9 @@ def _scale_down(image: Pixels, scale: float) -> Pixels:
 
 def _inputs(images: Sequence[Pixels], size: tuple[int, ...]) -> Floats:
     """Return (x − 127.5) / 128 of images at the top left of a black canvas."""
-    pixels = np.zeros((len(images), 3, *size), np.uint8)
-    for image, canvas in zip(images, pixels, strict=True):
+    inputs = np.zeros((len(images), 3, *size), np.float32)
+    for image, canvas in zip(images, inputs, strict=True):
         canvas[:, : image.shape[0], : image.shape[1]] = image.transpose(2, 0, 1)
-    inputs = np.subtract(pixels, np.float32(127.5))
+    inputs -= np.float32(127.5)
     inputs *= np.float32(1 / 128)
     return inputs

@@ -12,6 +12,7 @@ from torch import Tensor
 from proximetry._util.errors import UsageError
 from proximetry._util.machine import resolve_device
 from proximetry.data.images import ImageError, image_size
+from proximetry.faces import Flip
 from proximetry.models import Embedder, Preprocessing
 from proximetry.models.embedder import extract_features
 
@@ -28,6 +29,7 @@ class FaceEmbedder:
         device: device of the pixels.
         flip_tta: whether a vector already combines the image and its mirror image.
         onnx: whether the source is an ONNX file.
+        features: as `embed`, before L2 normalization; None if `embed` does not normalize.
     """
 
     source: str
@@ -37,13 +39,25 @@ class FaceEmbedder:
     device: torch.device
     flip_tta: bool = False
     onnx: bool = False
+    features: Callable[[Tensor], Tensor] | None = None
 
-    @property
-    def views(self) -> str:
-        """The views of an image that its vector combines, in words."""
+    def resolve_flip(self, flip: Flip | None, default: Flip = "concat") -> Flip:
+        """Return the default for None; raise if the embedder already has flip TTA."""
+        if flip is None:
+            return "none" if self.flip_tta else default
+        if self.flip_tta and flip != "none":
+            raise UsageError(f"--flip {flip} has no effect: {self.source} has flip TTA. Omit it.")
+        return flip
+
+    def describe_views(self, flip: Flip) -> str:
+        """Return the views of an image that its vector combines, in words."""
         if self.flip_tta:
             return "image and mirror image in one embedding (flip TTA)"
-        return "image and mirror image, concatenated"
+        return {
+            "concat": "image and mirror image, concatenated",
+            "sum": "image and mirror image, summed",
+            "none": "the image only",
+        }[flip]
 
     def size_notes(self, file: str) -> list[str]:
         """Return a note if an image does not have the input size of an ONNX model."""
@@ -87,4 +101,18 @@ def open_embedder(
         raise UsageError(f"--input applies to ONNX files only, got {source}. Omit --input.")
     model = Embedder.load(path, device)
     flip_tta = model.architecture.flip_tta
-    return FaceEmbedder(str(source), model.dim, model.preprocessing, model.embed, device, flip_tta)
+    return FaceEmbedder(
+        str(source),
+        model.dim,
+        model.preprocessing,
+        model.embed,
+        device,
+        flip_tta,
+        features=partial(_unnormalized, model) if model.architecture.normalize else None,
+    )
+
+
+@torch.no_grad()
+def _unnormalized(model: Embedder, pixels: Tensor) -> Tensor:
+    with torch.autocast(pixels.device.type, enabled=False):
+        return model.project(extract_features(model, pixels), normalize=False).float()

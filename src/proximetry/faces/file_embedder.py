@@ -3,21 +3,22 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from proximetry._util.tensors import chunks
+from proximetry._util.tensors import chunks, l2_normalize
 from proximetry._util.types import Progress
-from proximetry.faces import BadImages
+from proximetry.faces import BadImages, Flip
 from proximetry.faces.face_embedder import FaceEmbedder
-from proximetry.metrics import Identification, Verification
+from proximetry.metrics import Identification, VerificationRates
 from proximetry.metrics._search.similarities import normalize
 from proximetry.metrics.distributed import gather_objects, raise_on_all_ranks
 from proximetry.models.encoding import embed_images
 
 
-def describe_rates(result: Verification | Identification, missing: str) -> str:
+def describe_rates(result: VerificationRates | Identification, missing: str) -> str:
     """Return TAR at every FAR as text, with ``missing`` for FARs that cannot be measured."""
     rates = [f"{far:g}: {100 * tar:.2f} %" for far, tar in result.tar_at_far.items()]
     return ", ".join([*rates, *(f"{far:g}: {missing}" for far in result.unmeasurable_far)])
@@ -34,35 +35,56 @@ def with_notes(lines: list[str], skipped: Sequence[str], what: str, notes: Seque
 class FileEmbedder:
     """Embed images in batches, shared among the processes of a group.
 
-    ``concat_flip`` appends the vector of the mirror image. ``unreadable`` collects images that
-    could not be read, with the reason, if they are skipped.
+    ``flip`` "concat" appends the vector of the mirror image; "sum" adds it, before normalization.
+    ``unnormalized`` vectors are those before L2 normalization. ``lengths``, if a dictionary, gets
+    the length of the unnormalized vector of each image, the mean over its views. ``unreadable``
+    collects images that could not be read, with the reason, if they are skipped.
     """
 
     embedder: FaceEmbedder
-    concat_flip: bool
+    flip: Flip
     batch_size: int
     bad_images: BadImages
     group: dist.ProcessGroup | None
+    unnormalized: bool = False
+    lengths: dict[str, float] | None = None
     unreadable: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
 
+    @property
+    def width(self) -> int:
+        """The dimension of the combined vectors."""
+        return self.embedder.dim * (2 if self.flip == "concat" else 1)
+
+    @property
+    def views(self) -> str:
+        """The views of an image that its vector combines, in words."""
+        return self.embedder.describe_views(self.flip)
+
     def sum_by_owner(
-        self, files: Sequence[str], owners: Sequence[int], progress: Progress | None
+        self,
+        files: Sequence[str],
+        owners: Sequence[int],
+        progress: Progress | None,
+        weights: npt.ArrayLike | None = None,
     ) -> Tensor:
         """Return the sum of the unit vectors of each owner's images, [owners, …], float64.
 
+        With ``weights``, vectors are multiplied by those of their images instead of normalized.
         Each process embeds its share and returns the total. Unreadable images add nothing.
         """
-        width = self.embedder.dim * (2 if self.concat_flip else 1)
-        sums = torch.zeros(1 + max(owners), width, dtype=torch.float64)
+        sums = torch.zeros(1 + max(owners), self.width, dtype=torch.float64)
         owner = torch.tensor(owners)
+        factors = None if weights is None else torch.as_tensor(weights, dtype=torch.float64)
 
         def add() -> None:
-            for rows, vectors in self.batches(files, progress):
-                sums.index_add_(0, owner[rows], normalize(vectors.double()))
+            for rows, batch in self.batches(files, progress):
+                vectors = batch.double()
+                scaled = normalize(vectors) if factors is None else vectors * factors[rows, None]
+                sums.index_add_(0, owner[rows], scaled)
 
         raise_on_all_ranks(add, self.group)
         if self.group is not None:
@@ -74,10 +96,12 @@ class FileEmbedder:
         return sums
 
     def share_unreadable(self) -> None:
-        """Collect the unreadable images of all processes."""
+        """Collect the unreadable images and the lengths of all processes."""
         if self.group is not None:
-            for images in gather_objects(self.unreadable, self.group):
+            for images, lengths in gather_objects((self.unreadable, self.lengths), self.group):
                 self.unreadable.update(images)
+                if self.lengths is not None and lengths is not None:
+                    self.lengths.update(lengths)
 
     def batches(
         self, files: Sequence[str], progress: Progress | None = None
@@ -100,16 +124,32 @@ class FileEmbedder:
 
         done = 0
         for indices, vectors in embed_images(
-            self.embedder.embed,
+            self._embed,
             (files[row] for row in share),
             self.embedder.preprocessing,
             device=self.embedder.device,
             batch_size=self.batch_size,
-            concat_flip=self.concat_flip,
+            concat_flip=self.flip != "none",
             on_error=skip,
             explain_nonfinite=lambda: "its weights may be damaged, or its input settings wrong",
         ):
-            yield [share[index] for index in indices], vectors
+            rows = [share[index] for index in indices]
+            views = vectors.chunk(1 if self.flip == "none" else 2, 1)
+            if self.lengths is not None:
+                lengths = torch.stack([view[:, -1] for view in views]).mean(0).tolist()
+                self.lengths.update(zip((files[row] for row in rows), lengths, strict=True))
+                views = tuple(view[:, :-1] for view in views)
+            yield rows, views[0] + views[1] if self.flip == "sum" else torch.cat(views, 1)
             done += len(indices)
             if progress is not None:
                 progress(done, len(share))
+
+    def _embed(self, pixels: Tensor) -> Tensor:
+        """Return the vectors of one view, followed by their unnormalized length if requested."""
+        embedder, unnormalized = self.embedder, self.unnormalized or self.flip == "sum"
+        if self.lengths is None:
+            return ((unnormalized and embedder.features) or embedder.embed)(pixels)
+        features = (embedder.features or embedder.embed)(pixels)
+        unit, lengths = l2_normalize(features)
+        vectors = unit if embedder.features is not None and not unnormalized else features
+        return torch.cat([vectors, lengths[:, None]], 1)

@@ -1,11 +1,12 @@
 """Face identification among distractors: MegaFace's protocol, also on a single folder."""
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,18 +17,19 @@ from torch import Tensor
 
 from proximetry._util.charts import line_chart, step_points
 from proximetry._util.errors import UsageError
-from proximetry._util.files import atomic_write
+from proximetry._util.files import atomic_write, read_text
 from proximetry._util.formatting import format_int, join_first
 from proximetry._util.types import Progress
 from proximetry.data import open_dataset
-from proximetry.data.folders import images_below
+from proximetry.data.folders import images_below, is_image
 from proximetry.data.vectors import load_arrays
-from proximetry.faces import BadImages
+from proximetry.faces import BadImages, Flip
 from proximetry.faces.face_embedder import FaceEmbedder
 from proximetry.faces.file_embedder import FileEmbedder, describe_rates, with_notes
 from proximetry.metrics import Identification, identify
 
 Vectors: TypeAlias = npt.NDArray[Any]
+AnyPath: TypeAlias = str | os.PathLike[str]
 
 FAR = (1e-3, 1e-4, 1e-5, 1e-6)
 RANKS = (1, 5, 10, 100)
@@ -55,14 +57,32 @@ class ProbeSet:
 
 
 def read_people(
-    probes: str | os.PathLike[str], distractors: str | os.PathLike[str] | None = None
+    probes: AnyPath,
+    distractors: AnyPath | None = None,
+    *,
+    probe_list: AnyPath | None = None,
+    distractor_list: AnyPath | None = None,
+    noises: Sequence[AnyPath] = (),
+    bad_images: BadImages = "error",
 ) -> ProbeSet:
     """Read probes from a folder of people, and distractors.
 
     Probes are all images of people with at least two. Distractors are all images below a folder
     or the vectors of a ``.npy`` or ``.npz`` file; by default, people with one image in ``probes``.
+
+    Args:
+        probes: folder with one folder of images per person.
+        distractors: folder, or file of vectors.
+        probe_list: use only these probes: a list of MegaFace (JSON with ``path``, or a text file
+            with one path per line). Paths match without their extension, and if they end alike.
+        distractor_list: use only these distractors.
+        noises: lists of wrong images to exclude from probes and distractors.
+        bad_images: "error" raises for listed images that do not exist, "skip" notes them.
     """
     catalog = open_dataset("faces", Path(probes))
+    noise = [entry for file in noises for entry in _read_list(Path(file))]
+    selected, list_notes = _select(catalog.paths, probe_list, noise, str(probes), bad_images)
+    catalog = catalog.subset(selected)
     counts = Counter(catalog.labels)
     rows = [row for row, label in enumerate(catalog.labels) if counts[label] > 1]
     single = [row for row, label in enumerate(catalog.labels) if counts[label] == 1]
@@ -71,10 +91,23 @@ def read_people(
             f"{probes}: each of the {len(counts)} people has one image. A probe needs another "
             "image of the same person."
         )
-    notes = list(catalog.notes)
+    notes = [*catalog.notes, *list_notes]
     others: Sequence[str] | Vectors
     if distractors is not None:
         others, source = _read_distractors(Path(distractors), Path(probes)), str(distractors)
+        if isinstance(others, np.ndarray):
+            if distractor_list is not None:
+                raise UsageError("--distractor-list is for a folder of distractors. Omit it.")
+        else:
+            selected, more = _select(
+                [os.path.relpath(file, distractors) for file in others],
+                distractor_list,
+                noise,
+                str(distractors),
+                bad_images,
+            )
+            others = [others[row] for row in selected]
+            notes += more
         if single:
             names = join_first(catalog.labels[row] for row in single)
             notes.append(f"{len(single)} people have one image and are not probes: {names}")
@@ -88,6 +121,76 @@ def read_people(
     files = tuple(catalog.file(row) for row in rows)
     labels = tuple(catalog.labels[row] for row in rows)
     return ProbeSet(files, labels, others, source, tuple(notes))
+
+
+def _read_list(file: Path) -> list[tuple[str, ...]]:
+    """Read a list of MegaFace or of InsightFace's noises: the parts of each path, no extension."""
+    if not file.is_file():
+        raise UsageError(f"no such list of images: {file}. Pass a text file or a JSON file.")
+    text = read_text(file, limit=2**30)
+    if text.lstrip().startswith("{"):
+        try:
+            names = json.loads(text)["path"]
+        except (ValueError, KeyError, RecursionError) as error:
+            raise ValueError(f'{file} is not a list of MegaFace, JSON with "path"') from error
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f'{file}: "path" is not a list of names')
+    else:
+        # Lines of noises may begin with a number and a tab.
+        lines = (line.strip().rpartition("\t")[2] for line in text.splitlines())
+        names = [line for line in lines if line and not line.startswith("#")]
+    return [_parts(name) for name in names]
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    path = PurePosixPath(name.replace(os.sep, "/"))
+    return (path.with_suffix("") if is_image(path.name) else path).parts
+
+
+def _select(
+    paths: Sequence[str],
+    listed: AnyPath | None,
+    noise: Sequence[tuple[str, ...]],
+    folder: str,
+    bad_images: BadImages,
+) -> tuple[list[int], list[str]]:
+    """Return the rows of the images in a list and not among the noises, and notes."""
+    images = [_parts(path) for path in paths]
+    rows, notes = list(range(len(images))), list[str]()
+    if listed is not None:
+        entries = _read_list(Path(listed))
+        found = _matches(images, entries)
+        rows = [row for row in rows if found[row]]
+        missing = [e for e, hit in zip(entries, _matches(entries, images), strict=True) if not hit]
+        if missing:
+            text = (
+                f"{len(missing)} of {len(entries)} images of {listed} are not in {folder}: "
+                f"{join_first('/'.join(entry) for entry in missing)}"
+            )
+            if bad_images == "error":
+                raise ValueError(f"{text}. Skip them with --bad-images skip.")
+            notes.append(text)
+    wrong = _matches(images, noise)
+    selected = [row for row in rows if not wrong[row]]
+    if len(selected) < len(rows):
+        notes.append(f"{len(rows) - len(selected)} images of {folder} are excluded as noise")
+    if not selected:
+        raise ValueError(f"{folder}: no image is left after applying the lists")
+    return selected, notes
+
+
+def _matches(paths: Sequence[tuple[str, ...]], others: Sequence[tuple[str, ...]]) -> list[bool]:
+    """Return for each path whether it and one of the others end alike: the shorter is the end."""
+    exact = set(others)
+    lengths = sorted({len(other) for other in others})
+    ends = {
+        length: {other[-length:] for other in others if len(other) >= length}
+        for length in {len(path) for path in paths}
+    }
+    return [
+        path in ends[len(path)] or any(path[-n:] in exact for n in lengths if n < len(path))
+        for path in paths
+    ]
 
 
 def _read_distractors(path: Path, probes: Path) -> "Sequence[str] | Vectors":
@@ -164,6 +267,7 @@ def identify_people(
     embedder: FaceEmbedder,
     people: ProbeSet,
     *,
+    flip: Flip | None = None,
     batch_size: int = 64,
     bad_images: BadImages = "error",
     progress: Progress | None = None,
@@ -172,8 +276,8 @@ def identify_people(
     """Identify people among distractors with MegaFace's protocol; options as in `verify_pairs`.
 
     Each image of a person is a probe for each other image of that person among all distractors.
-    Vectors combine image and mirror image, unless the distractors are vectors of images only, and
-    are compared by cosine. Distractors are streamed, not held in memory.
+    By default, vectors combine image and mirror image, unless the distractors are vectors of images
+    only. They are compared by cosine. Distractors are streamed, not held in memory.
 
     Examples:
         >>> from PIL import Image
@@ -188,18 +292,18 @@ def identify_people(
         >>> identify_people(open_embedder(folder), people).result.rates[1]
         1.0
     """
-    distractors, views, concat_flip = people.distractors, embedder.views, not embedder.flip_tta
-    if isinstance(distractors, np.ndarray):
-        width, both = distractors.shape[1], embedder.dim * (2 if concat_flip else 1)
-        if width not in (both, embedder.dim):
+    distractors, requested = people.distractors, flip
+    flip = embedder.resolve_flip(requested)
+    faces = FileEmbedder(embedder, flip, batch_size, bad_images, group)
+    if isinstance(distractors, np.ndarray) and distractors.shape[1] != faces.width:
+        width = distractors.shape[1]
+        if width != embedder.dim or requested is not None:
             raise UsageError(
                 f"--distractors {people.source} has vectors of {width} dimensions, and "
-                f"{embedder.source} returns {embedder.dim}, or {both} with the mirror image. Embed "
-                "the distractors with the same embedder."
+                f"{embedder.source} returns {faces.width} with --flip {flip}. Embed both in the "
+                "same way."
             )
-        if width != both:
-            views, concat_flip = "the image only, like the distractors", False
-    faces = FileEmbedder(embedder, concat_flip, batch_size, bad_images, group)
+        faces.flip = "none"
     total = len(people.files) + len(distractors)
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
@@ -235,7 +339,7 @@ def identify_people(
         len({people.labels[row] for row in rows}),
         people.source,
         embedder,
-        views,
+        faces.views,
         tuple(f"{file}: {reason}" for file, reason in sorted(faces.unreadable.items())),
         tuple(notes),
     )

@@ -1,7 +1,8 @@
 """Pair lists for verification, and the images they name.
 
 LFW's ``pairs.txt``, YTF's ``splits.txt``, and custom CSV lists: image, image, same and optionally
-fold. A name is an image or a folder of frames (a video) below one folder.
+fold. A name is an image or a folder of frames (a video) below one folder. InsightFace's ``.bin``
+verification sets contain both pairs and images.
 """
 
 import csv
@@ -14,15 +15,19 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+import numpy as np
+import numpy.typing as npt
+
 from proximetry._util.errors import UsageError
 from proximetry._util.files import read_text
 from proximetry._util.formatting import join_first
 from proximetry.data.datasets.readers import people_folder
-from proximetry.data.folders import EXTENSIONS, images_below, is_image
+from proximetry.data.folders import EXTENSIONS, SEPARATOR, images_below, is_image
+from proximetry.data.image_pairs import read_image_pairs
 from proximetry.faces import BadImages
 from proximetry.metrics import read_pairs
 
-Format = Literal["LFW", "YTF", "CSV"]
+Format = Literal["LFW", "YTF", "CSV", "BIN"]
 FOLDS = 10
 _SAME = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
@@ -43,10 +48,11 @@ class PairProtocol:
 
     Attributes:
         source: the file of the pair list.
-        format: "LFW", "YTF" or "CSV".
+        format: "LFW", "YTF", "CSV" or "BIN".
         pairs: the pairs to compare.
         templates: files by name: one image, or the frames of a video.
         skipped: the skipped lines, each with the reason.
+        notes: notes for the result.
     """
 
     source: str
@@ -54,6 +60,12 @@ class PairProtocol:
     pairs: tuple[Pair, ...]
     templates: Mapping[str, tuple[str, ...]]
     skipped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The format, or the name of a verification set."""
+        return Path(self.source).name if self.format == "BIN" else self.format
 
     @property
     def folds(self) -> list[str]:
@@ -101,21 +113,32 @@ class PairProtocol:
 
 
 def read_protocol(
-    file: str | os.PathLike[str], folder: str | os.PathLike[str], bad_images: BadImages = "error"
+    file: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | None = None,
+    bad_images: BadImages = "error",
+    *,
+    corrected_labels: bool = False,
 ) -> PairProtocol:
     """Read a pair list and find its images below a folder, with any extension.
 
-    With ``bad_images="skip"``, lines with a missing image or a video without frames are skipped; by
-    default they raise one ValueError.
+    A ``.bin`` verification set needs no folder. With ``bad_images="skip"``, lines with a missing
+    image or a video without frames are skipped; by default they raise one ValueError.
+    ``corrected_labels`` uses the corrections in the sixth column of YTF's list.
     """
     if bad_images not in get_args(BadImages):
         raise UsageError(f"bad_images must be 'error' or 'skip', got {bad_images!r}")
-    source, root = Path(file), Path(folder)
-    inner = people_folder(root)
+    source = Path(file)
+    if folder is not None:
+        root = Path(folder)
+        inner = people_folder(root)
     if not source.is_file():
         raise UsageError(f"no such list of pairs: {source}. Pass LFW's pairs.txt, or CSV.")
+    if folder is None:
+        _label_notes(source, "", "BIN", corrected_labels)
+        return _read_set(source)
     text = read_text(source, limit=2**30).removeprefix("\ufeff")
     kind = _recognize(source, text)
+    notes = _label_notes(source, text, kind, corrected_labels)
     if kind == "LFW":
         table = read_pairs(source)
         names = [f"{name}/{name}_{number:04d}" for name, number in table.images]
@@ -125,7 +148,7 @@ def read_protocol(
             for line, (a, b), same, fold in zip(*columns, strict=True)
         )
     else:
-        pairs = tuple(_read_rows(source, text, kind))
+        pairs = tuple(_read_rows(source, text, kind, corrected_labels))
     files = dict.fromkeys(name for pair in pairs for name in (pair.first, pair.second))
     templates, missing = _find_images(root, files)
     if not templates:
@@ -137,7 +160,34 @@ def read_protocol(
             f"{source}: {len(reasons)} of {len(pairs)} pairs cannot be compared with the images in "
             f"{root} ({join_first(reasons, 3)}). Skip such pairs with --bad-images skip."
         )
-    return PairProtocol(str(source), kind, pairs, templates)._skip(missing)
+    return PairProtocol(str(source), kind, pairs, templates, notes=notes)._skip(missing)
+
+
+def _read_set(source: Path) -> PairProtocol:
+    """Read a ``.bin`` verification set; its folds are ten blocks of consecutive pairs."""
+    if source.suffix != ".bin":
+        raise UsageError(f"{source} is not a .bin verification set. Pass the folder of its images.")
+    same = np.array(read_image_pairs(source).same)
+    count = max(1, min(FOLDS, int(same.sum()), int((~same).sum())))
+    notes: tuple[str, ...] = ()
+    folds = _blocks(len(same), count)
+    if any(len(np.unique(same[folds == fold])) < 2 for fold in range(1, count + 1)):
+        # Each fold needs both kinds.
+        for kind in (True, False):
+            folds[same == kind] = _blocks(int((same == kind).sum()), count)
+        notes = ("pairs are ordered by kind, so blocks of each kind form the folds",)
+    pairs = tuple(
+        Pair(1 + row, str(2 * row), str(2 * row + 1), bool(same[row]), str(fold))
+        for row, fold in enumerate(folds)
+    )
+    templates = {str(n): (f"{source}{SEPARATOR}{n}",) for n in range(2 * len(pairs))}
+    return PairProtocol(str(source), "BIN", pairs, templates, notes=notes)._skip({})
+
+
+def _blocks(count: int, folds: int) -> npt.NDArray[np.int64]:
+    """Return the number of the fold, from 1, of each of the pairs; earlier folds are larger."""
+    blocks = np.array_split(np.arange(count), folds)
+    return np.repeat(np.arange(1, folds + 1), [len(block) for block in blocks])
 
 
 def _describe_skipped(pairs: Iterable[Pair], reasons: Mapping[str, str]) -> list[str]:
@@ -165,7 +215,18 @@ def _recognize(source: Path, text: str) -> Format:
     )
 
 
-def _read_rows(source: Path, text: str, kind: Format) -> list[Pair]:
+def _label_notes(source: Path, text: str, kind: Format, corrected: bool) -> tuple[str, ...]:
+    """Return which labels of YTF are used if the list has both."""
+    has_both = kind == "YTF" and any(line.count(",") == 5 for line in text.splitlines())
+    if corrected and not has_both:
+        raise UsageError(f"{source} has no corrected labels. Omit --corrected-labels.")
+    if not has_both:
+        return ()
+    used = "corrected" if corrected else "published"
+    return (f"the {used} labels of YTF are used (option --corrected-labels)",)
+
+
+def _read_rows(source: Path, text: str, kind: Format, corrected: bool) -> list[Pair]:
     """Read YTF's list or CSV; the first line may be a header."""
     columns = "split,pair,image,image,same" if kind == "YTF" else "image,image,same[,fold]"
     pairs: list[Pair] = []
@@ -179,7 +240,7 @@ def _read_rows(source: Path, text: str, kind: Format) -> list[Pair]:
             line = ",".join(fields)
             if kind == "YTF" and len(fields) in (5, 6) and fields[0].isdecimal():
                 # The corrected list appends the corrected value.
-                fields = [fields[2], fields[3], fields[-1], fields[0]]
+                fields = [fields[2], fields[3], fields[-1 if corrected else 4], fields[0]]
             elif kind == "YTF" or len(fields) not in (3, 4):
                 raise ValueError(f"expected {columns}, got {line!r}")
             first, second, same, fold = (*fields, "")[:4]

@@ -36,7 +36,8 @@ _EXPORTS = {
     "reranking": "binary_codes expand_queries k_reciprocal_distances",
     "retrieval_result": "RetrievalResult retrieve",
     "proxy_separability": "Separability distinct_proxies separability",
-    "verification": "Roc Verification auc eer roc tar_at_far verify",
+    "verification": "ErrorVersusReject Roc Verification VerificationRates auc eer "
+    "error_versus_reject roc tar_at_far verification_rates verify",
 }
 
 __all__ = ["Metrics", *(name for names in _EXPORTS.values() for name in names.split())]  # noqa: PLE0604

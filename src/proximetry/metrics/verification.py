@@ -35,20 +35,13 @@ class Roc:
 
 
 @dataclass(frozen=True)
-class Verification:
-    """The result of ``verify``.
+class VerificationRates:
+    """The result of ``verification_rates``: figures that need no folds.
 
-    ``accuracy`` is the mean over folds and ``standard_error`` σ/√folds with σ the sample standard
-    deviation over folds (LFW's μ̂ ± S_E). ``thresholds`` has the threshold of each fold;
-    ``threshold``, chosen in the same way on all pairs, is for use on new pairs. ``tar_at_far`` has
-    the measurable rates, ``unmeasurable_far`` those below one in the number of different pairs.
+    ``tar_at_far`` has the measurable rates, ``unmeasurable_far`` those below one in the number of
+    different pairs.
     """
 
-    accuracy: float
-    standard_error: float
-    fold_accuracies: FloatArray
-    thresholds: FloatArray
-    threshold: float
     auc: float
     eer: float
     tar_at_far: dict[float, float]
@@ -63,10 +56,28 @@ class Verification:
             f", TAR@FAR={far:g} not measurable with {self.different_pairs} different pairs"
             for far in self.unmeasurable_far
         )
+        return f"AUC {self.auc:.4f}, EER {self.eer:.4f}{rates}{missing}"
+
+
+@dataclass(frozen=True)
+class Verification(VerificationRates):
+    """The result of ``verify``.
+
+    ``accuracy`` is the mean over folds and ``standard_error`` σ/√folds with σ the sample standard
+    deviation over folds (LFW's μ̂ ± S_E). ``thresholds`` has the threshold of each fold;
+    ``threshold``, chosen in the same way on all pairs, is for use on new pairs.
+    """
+
+    accuracy: float
+    standard_error: float
+    fold_accuracies: FloatArray
+    thresholds: FloatArray
+    threshold: float
+
+    def __str__(self) -> str:
         return (
             f"accuracy {self.accuracy:.4f} ± {self.standard_error:.4f} "
-            f"({len(self.fold_accuracies)} folds), AUC {self.auc:.4f}, EER {self.eer:.4f}"
-            f"{rates}{missing}"
+            f"({len(self.fold_accuracies)} folds), {super().__str__()}"
         )
 
 
@@ -87,10 +98,9 @@ class _Tally:
         return Roc(self.different / self.totals[0], self.same / self.totals[1], self.thresholds)
 
     def auc(self) -> float:
-        # Twice the area in whole pairs; Python's integers keep it exact at any size.
+        # Twice the area in whole pairs: exact for up to two billion pairs of each kind.
         heights = self.same[1:] + self.same[:-1]
-        twice = sum((np.diff(self.different) * heights).tolist())
-        return float(twice / (2 * math.prod(self.totals)))
+        return int((np.diff(self.different) * heights).sum()) / (2 * math.prod(self.totals))
 
     def eer(self) -> float:
         different, same = self.totals
@@ -101,13 +111,30 @@ class _Tally:
         before, after = self.different[at - 1], self.different[at]
         return float((before + share * (after - before)) / different)
 
-    def tar_at_far(self, far: float) -> float | None:
-        """Return the rate; None if it is too low to be measured."""
+    def point_at_far(self, far: float) -> int | None:
+        """Return the index of the laxest threshold; None if the rate is too low to be measured."""
         allowed = allowed_accepts(far, self.totals[0])
         if allowed < 1:
             return None
-        at = int(np.searchsorted(self.different, allowed, side="right")) - 1
-        return float(self.same[at] / self.totals[1])
+        return int(np.searchsorted(self.different, allowed, side="right")) - 1
+
+    def tar_at_far(self, far: float) -> float | None:
+        """Return the rate; None if it is too low to be measured."""
+        at = self.point_at_far(far)
+        return None if at is None else float(self.same[at] / self.totals[1])
+
+    def rates(self, far: Sequence[float]) -> dict[str, Any]:
+        """Return the fields of `VerificationRates`."""
+        rates = {rate: self.tar_at_far(rate) for rate in far}
+        return {
+            "auc": self.auc(),
+            "eer": self.eer(),
+            "tar_at_far": {rate: tar for rate, tar in rates.items() if tar is not None},
+            "unmeasurable_far": tuple(rate for rate, tar in rates.items() if tar is None),
+            "roc": self.roc(),
+            "same_pairs": self.totals[1],
+            "different_pairs": self.totals[0],
+        }
 
     def best_threshold(self) -> float:
         correct = self.same + (self.totals[0] - self.different)
@@ -188,12 +215,105 @@ def tar_at_far(similarities: Values, same: Truth, far: float) -> float:
     tally = _Tally(*_validate(similarities, same))
     rate = tally.tar_at_far(far)
     if rate is None:
-        different = tally.totals[0]
-        raise ValueError(
-            f"FAR not measurable with {different} different pairs: {far:g}. Use at least "
-            f"1/{different} = {1 / different:.3g}."
-        )
+        raise _unmeasurable(far, tally)
     return rate
+
+
+def _unmeasurable(far: float, tally: _Tally) -> ValueError:
+    different = tally.totals[0]
+    return ValueError(
+        f"FAR not measurable with {different} different pairs: {far:g}. Use at least "
+        f"1/{different} = {1 / different:.3g}."
+    )
+
+
+@dataclass(frozen=True)
+class ErrorVersusReject:
+    """The result of ``error_versus_reject``: errors of the pairs of better quality.
+
+    ``fnmr`` (false non-match rate) is the fraction of same pairs below ``threshold``, the one of
+    ``far`` on all pairs; ``fmr`` (false match rate) that of different pairs above it; NaN without
+    such pairs. ``rejected`` is the fraction of pairs that were rejected.
+    """
+
+    far: float
+    threshold: float
+    rejected: FloatArray
+    fnmr: FloatArray
+    fmr: FloatArray
+
+
+def error_versus_reject(
+    similarities: Values,
+    same: Truth,
+    quality: Values,
+    *,
+    far: float = 1e-3,
+    reject: Sequence[float] = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5),
+) -> ErrorVersusReject:
+    """Compute the error of verification when the pairs of lowest quality are rejected.
+
+    A useful quality lowers the false non-match rate as more pairs are rejected. The threshold does
+    not change.
+
+    Args:
+        similarities: one per pair; larger is nearer.
+        same: whether the images of each pair are of the same class.
+        quality: one per pair, or one per image, [pairs, 2], of which the lower one counts.
+        far: the false accept rate that determines the threshold.
+        reject: the largest fractions of pairs to reject; pairs of equal quality are rejected
+            together.
+
+    Examples:
+        >>> from proximetry.metrics import error_versus_reject
+        >>> quality = [9, 8, 1, 9, 7, 9]
+        >>> similarities = [0.9, 0.8, 0.2, 0.4, 0.1, 0.3]
+        >>> error_versus_reject(
+        ...     similarities, [1, 1, 1, 0, 0, 0], quality, far=1 / 3, reject=(0, 0.2)
+        ... ).fnmr.round(2)
+        array([0.33, 0.  ])
+    """
+    values, truth = _validate(similarities, same)
+    scores = as_array(quality, "quality").astype(np.float64)
+    if scores.shape == (len(values), 2):
+        scores = scores.min(1)
+    if scores.shape != values.shape or not np.isfinite(scores).all():
+        raise ValueError(f"quality must be a finite number per pair or image, got {scores.shape}")
+    limits = np.asarray(reject, np.float64)
+    if limits.ndim != 1 or not ((limits >= 0) & (limits < 1)).all():
+        raise ValueError(f"reject must be fractions from 0 to below 1, got {reject!r}")
+    tally = _Tally(values, truth)
+    at = tally.point_at_far(far)
+    if at is None:
+        raise _unmeasurable(far, tally)
+    threshold = float(tally.thresholds[at])
+    accepted = values >= threshold
+    lowest = np.sort(scores)[np.floor(limits * len(scores) + 1e-9).astype(np.int64)]
+    kept = [scores >= limit for limit in lowest]
+    return ErrorVersusReject(
+        far,
+        threshold,
+        rejected=np.array([1 - rows.mean() for rows in kept]),
+        fnmr=np.array([_mean(~accepted[rows & truth]) for rows in kept]),
+        fmr=np.array([_mean(accepted[rows & ~truth]) for rows in kept]),
+    )
+
+
+def _mean(flags: npt.NDArray[np.bool_]) -> float:
+    return float(flags.mean()) if len(flags) else math.nan
+
+
+def verification_rates(
+    similarities: Values, same: Truth, far: Sequence[float] = (1e-1, 1e-2, 1e-3)
+) -> VerificationRates:
+    """Compute the ROC curve, AUC, EER and TAR at each FAR of all pairs, in one pass.
+
+    Examples:
+        >>> from proximetry.metrics import verification_rates
+        >>> verification_rates([0.9, 0.1, 0.8, 0.3], [1, 0, 1, 0], far=[0.5]).tar_at_far
+        {0.5: 1.0}
+    """
+    return VerificationRates(**_Tally(*_validate(similarities, same)).rates(far))
 
 
 def verify(
@@ -232,20 +352,13 @@ def verify(
         thresholds[fold] = _Tally(values[~inside], truth[~inside]).best_threshold()
         accuracies[fold] = np.mean((values[inside] >= thresholds[fold]) == truth[inside])
     tally = _Tally(values, truth)
-    rates = {rate: tally.tar_at_far(rate) for rate in far}
     return Verification(
         accuracy=float(accuracies.mean()),
         standard_error=float(accuracies.std(ddof=1) / math.sqrt(len(names))),
         fold_accuracies=accuracies,
         thresholds=thresholds,
         threshold=tally.best_threshold(),
-        auc=tally.auc(),
-        eer=tally.eer(),
-        tar_at_far={rate: tar for rate, tar in rates.items() if tar is not None},
-        unmeasurable_far=tuple(rate for rate, tar in rates.items() if tar is None),
-        roc=tally.roc(),
-        same_pairs=tally.totals[1],
-        different_pairs=tally.totals[0],
+        **tally.rates(far),
     )
 
 

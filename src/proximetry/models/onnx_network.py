@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError  # noqa: E402
 
 Array = np.ndarray[Any, Any]
 
+CUDA = "CUDAExecutionProvider"  # of onnxruntime-gpu
 _DEFAULT_SIDE = 112
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
@@ -219,10 +220,9 @@ def open_session(
     runtime = import_optional("onnxruntime", "faces", "Running an ONNX file")
     if isinstance(source, Path) and not source.is_file():
         raise UsageError(f"no such file: {source}. Pass an ONNX file.")
-    providers = ["CPUExecutionProvider"]
-    on_gpu = device is not None and device.type == "cuda"
-    if on_gpu and "CUDAExecutionProvider" in runtime.get_available_providers():
-        providers.insert(0, "CUDAExecutionProvider")
+    providers: list[Any] = ["CPUExecutionProvider"]
+    if device is not None and device.type == "cuda" and CUDA in runtime.get_available_providers():
+        providers.insert(0, (CUDA, {"device_id": device.index or 0}))
     options = runtime.SessionOptions()
     options.log_severity_level = 4  # errors are raised
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1

@@ -27,6 +27,7 @@ _SUFFIXES = {
     ".csv": "csv",
     ".parquet": "parquet",
     ".tar": "shards",
+    ".rec": "records",
     ".npz": "vectors",
     ".npy": "vectors",
 }
@@ -106,8 +107,8 @@ def resolve_source(
     """Resolve a dataset's name or a path to the name and root for `open_dataset`.
 
     A path is a folder of class folders, of tar shards or of a public dataset as it is published, a
-    .csv, .parquet or .tar file, or a file of vectors. A name needs a root unless the dataset is
-    built in.
+    .csv, .parquet, .tar or .rec file, or a file of vectors. A name needs a root unless the dataset
+    is built in.
     """
     name = os.fspath(source)
     path = Path(name).expanduser()
