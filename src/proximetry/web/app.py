@@ -546,7 +546,6 @@ def _parse_where(texts: list[str]) -> Where:
     for document in documents:
         try:
             conditions = json.loads(document)
-            json.dumps(conditions, ensure_ascii=False).encode()  # no lone surrogates
         except (ValueError, RecursionError) as error:
             raise UsageError(f"where is not JSON: {error}") from None
         if twice := where.keys() & conditions.keys():
