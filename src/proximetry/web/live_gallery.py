@@ -181,7 +181,9 @@ class LiveGallery:
 
     def records(self, ids: Sequence[int], columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
         """Return the metadata of images from their columns."""
-        summary = self._summary or self.summary()
+        summary = self._summary
+        if summary is None or not summary.suggested:  # the gallery was empty
+            summary = self.summary()
         root = "" if self.full_paths else os.path.join(summary.root, "")
         others = [name for name in columns if name not in ("path", "label")]
         records = []
