@@ -67,7 +67,7 @@ def test_versions_and_their_files_are_removed_after_the_grace_period(gallery, mo
     assert [one.images for one in gallery.versions()] == [59, 58, 57]
     gallery.prune()
     assert [one.number for one in gallery.versions()] == [5]
-    with pytest.raises(UsageError, match="no version"):
+    with pytest.raises(UsageError, match="no earlier version"):
         gallery.rollback()
     current = gallery._snapshot.manifest
     expected = {f"segments/{info.name}" for info in current.segments}
@@ -105,6 +105,7 @@ def test_closed_galleries_raise(gallery):
         lambda g: g.search(make_vectors(1)),
         lambda g: g.ids(),
         Gallery.versions,
+        Gallery.compact,
     ):
         with pytest.raises(UsageError, match="is closed"):
             use(opened)

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -243,7 +244,8 @@ class Gallery:
         with self._load_lock:
             if snapshot.manifest.embedder != self._snapshot.manifest.embedder:
                 self._embedder = None
-            self._switch_to(snapshot)
+                self.__dict__.pop("_stored_calibration", None)
+            self._switch_to(snapshot, self._scan_device)
 
     def to(self, device: str | torch.device) -> Self:
         """Search on a GPU: copy the vectors there, in bfloat16, and scan all of them exactly.
@@ -254,18 +256,14 @@ class Gallery:
             >>> Gallery.open("gallery").to("cpu").search(np.eye(2), k=1).ids.tolist()
             [[0], [1]]
         """
-        self._check_local("to")
-        chosen = resolve_device(device)
-        self._scan_device = None if chosen.type == "cpu" else chosen
-        self._switch_to(self._read_snapshot())
+        chosen, snapshot = resolve_device(device), copy(self._check_local("to"))
+        self._switch_to(snapshot, None if chosen.type == "cpu" else chosen)
         return self
 
-    def _switch_to(self, snapshot: AnySnapshot) -> None:
-        if self._scan_device is not None:
-            assert isinstance(snapshot, Snapshot)
-            assert isinstance(self._snapshot, Snapshot)
-            snapshot.copy_to(self._scan_device, self._snapshot)
-        self._snapshot = snapshot
+    def _switch_to(self, snapshot: AnySnapshot, device: torch.device | None) -> None:
+        if isinstance(snapshot, Snapshot) and isinstance(self._snapshot, Snapshot):
+            snapshot.copy_to(device, self._snapshot)
+        self._snapshot, self._scan_device = snapshot, device
 
     def _read_snapshot(self) -> AnySnapshot:
         return Snapshot.open(self.path)
@@ -377,7 +375,7 @@ class Gallery:
         return snapshot
 
     def count_labels(self) -> dict[str, int]:
-        """Return the number of images of each class; for galleries in folders."""
+        """Return the number of images of each class."""
         assert isinstance(self._snapshot, Snapshot)
         return self._snapshot.count_labels()
 
@@ -479,7 +477,10 @@ class Gallery:
         snapshot = self._read_snapshot()
         self._check_not_rebuilt(snapshot)
         if replace and new_images.only_files:
-            new_images.table = _with_stored_columns(snapshot, new_images.table)
+            existing, paths = snapshot.find_paths(new_images.table), new_images.table["path"]
+            positions = np.array([existing.get(path, -1) for path in paths.to_pylist()], np.int64)
+            stored = snapshot.take(positions, snapshot.columns)
+            new_images.table = metadata.fill_missing(new_images.table, stored)
         if isinstance(snapshot, Snapshot):  # on Milvus a column may have values of any type
             metadata.concat([snapshot.table, new_images.table])
         if not replace:
@@ -552,7 +553,7 @@ class Gallery:
         """Rewrite all images as one segment, without removed rows, and index it."""
         report = report or ignore
         with write_lock(self.path, report):
-            snapshot = Snapshot.open(self.path)
+            snapshot = self._open_for_writing()
             self._commit(snapshot.merge(0, snapshot.manifest.index, progress or ignore))
         for info in self._snapshot.manifest.segments:
             report(indexes.describe(info.index, info.rows, info.recall))
@@ -568,7 +569,8 @@ class Gallery:
 
     def _commit(self, manifest: Manifest) -> None:
         """Commit a change; requires the lock."""
-        self._switch_to(Snapshot(self.path, commit(self.path, manifest)))
+        snapshot = Snapshot(self.path, commit(self.path, manifest))
+        self._switch_to(snapshot, self._scan_device)
 
     def versions(self) -> list[Version]:
         """Return the current version, last, and those replaced within a day."""
@@ -789,11 +791,3 @@ class _Closed:
 
     def __len__(self) -> int:
         return int(self.__getattr__("__len__"))
-
-
-def _with_stored_columns(snapshot: AnySnapshot, table: Any) -> Any:
-    """Return the rows of files with their metadata in the gallery."""
-    existing = snapshot.find_paths(table)
-    positions = np.array([existing.get(path, -1) for path in table["path"].to_pylist()], np.int64)
-    columns = snapshot.take(positions, snapshot.columns)
-    return metadata.from_columns({**columns, "path": metadata.values(table["path"])})
