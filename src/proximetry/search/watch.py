@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from proximetry._util.errors import UsageError
 from proximetry._util.formatting import join_first, pluralize
 from proximetry.search import metadata
 from proximetry.search.gallery import Gallery
@@ -39,6 +40,7 @@ def watch(
     message = ""
     options |= {"bad_images": "skip", "report": ignore}
     while True:
+        table: Any = None
         try:
             table = list_images()
             stamps = [(path, stamp_of(path)) for path in metadata.values(table["path"])]
@@ -64,6 +66,8 @@ def watch(
                     report(f"skipped {join_first(map(str, gallery.skipped))}")
             message = ""
         except ValueError as error:  # such as a folder without images, or a locked gallery
+            if gallery is None and table is not None and isinstance(error, UsageError):
+                raise  # such as an unknown index
             if str(error) != message:
                 message = str(error)
                 report(message)
