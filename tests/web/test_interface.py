@@ -438,7 +438,13 @@ def test_gallery_is_described(client):
     assert {one["images"] for one in about["classes"]} == {EACH}
     assert about["metrics"]["test"] == {"recall@1": 0.875}
     columns = {column["name"]: column for column in about["columns"]}
-    assert [*columns] == ["label", "split", "year"]
+    assert [*columns] == ["label", "split", "year", "reviewed"]
+    assert (columns["reviewed"]["kind"], columns["reviewed"]["values"]) == (
+        "text",
+        ["False", "True"],
+    )
+    reviewed = client.post("/search", data={"id": 0, "where": "reviewed=True", "k": TOTAL})
+    assert len(results(reviewed)) == TOTAL // 2 - 1
     assert (columns["year"]["minimum"], columns["year"]["maximum"]) == (2000, 2009)
     assert columns["label"]["values"] == [f"class{number:02d}" for number in range(CLASSES)]
     assert set(about["suggested"]) <= set(range(TOTAL))

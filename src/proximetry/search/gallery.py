@@ -772,7 +772,7 @@ class Gallery:
         return find_outliers(self._snapshot, progress or ignore)
 
     def label_errors(self, *, progress: Progress | None = None) -> list[LabelError]:
-        """Find images whose label disagrees with those of their neighbors, the surest first.
+        """Find images whose label disagrees with those of their neighbors, most probable first.
 
         Returns those whose label is wrong with a probability above one half, by the model of
         `proximetry check`.
