@@ -119,11 +119,13 @@ def test_merged_galleries_search_like_one(gallery, embedder, tmp_path, index, mo
     other.remove([29])
     gallery.remove([0])
     lines = []
+    (tmp_path / "m" / "segments" / ("0" * 32)).mkdir(parents=True)  # of an interrupted merge
     merged = Gallery.merge(
         [gallery, tmp_path / "other"], tmp_path / "m", index, report=lines.append
     )
     merged.verify()
     assert paths(merged) == names(1, 78)
+    assert len([*(tmp_path / "m" / "segments").iterdir()]) == 1
     assert "10 images in several galleries, kept once" in lines
     assert merged.rows([0, 58, 59, 60], ["size"])["size"] == [None, None, 10, 11]
     queries = make_vectors(4, seed=9)

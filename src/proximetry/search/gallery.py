@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
-import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import cached_property
@@ -17,7 +15,6 @@ import numpy as np
 import torch
 
 from proximetry._util.errors import UsageError
-from proximetry._util.files import name_write_errors
 from proximetry._util.formatting import join_first, pluralize
 from proximetry._util.machine import resolve_device
 from proximetry._util.types import IntArray, Progress, is_integer
@@ -32,17 +29,14 @@ from proximetry.search.effort import Effort, measure_recall
 from proximetry.search.exact import FloatArray, Hits, Mask, as_similarities
 from proximetry.search.manifest import (
     EMBEDDER,
-    GRACE,
-    STAGING,
     Manifest,
     Report,
-    check_new_folder,
     commit,
+    commit_first,
     ignore,
     is_milvus,
-    remove_stale_files,
+    lock_new_folder,
     write_lock,
-    write_manifest,
 )
 from proximetry.search.merge import merge_galleries
 from proximetry.search.new_images import (
@@ -160,12 +154,8 @@ class Gallery:
         folder = Path(path)
         if index == "auto" and embedder.bits is not None:
             index = indexes.BINARY
-        check_new_folder(folder)
         indexes.check(index, embedder.dim, len(new_images.table))
-        with name_write_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        with write_lock(folder, new_images.report):
-            check_new_folder(folder)  # another process may have built it meanwhile
+        with lock_new_folder(folder, new_images.report):
             fingerprint = embedder.fingerprint()
             embedder.save(folder / EMBEDDER)
             manifest = Manifest(fingerprint, embedder.architecture.similarity, embedder.dim, index)
@@ -173,13 +163,7 @@ class Gallery:
             segment = new_images.write(folder, manifest)
             prefix = "auto → " if index == "auto" else ""
             new_images.report(indexes.describe(segment.index, segment.rows, segment.recall, prefix))
-            manifest = dataclasses.replace(
-                manifest, next_id=segment.rows, segments=(segment,), created=time.time()
-            )
-            write_manifest(folder, manifest)
-            # No other process has staged vectors before the manifest exists.
-            shutil.rmtree(folder / STAGING, ignore_errors=True)
-            remove_stale_files(folder, manifest, GRACE)
+            manifest = commit_first(folder, manifest, segment)
             built = cls(folder, str(folder), Snapshot(folder, manifest))
             built._embedder, built.skipped = embedder, new_images.skipped
             return built
