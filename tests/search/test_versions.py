@@ -138,6 +138,8 @@ def test_merged_galleries_search_like_one(gallery, embedder, tmp_path, index, mo
 
 
 def test_merge_rejects_other_embedders(gallery, tmp_path):
+    with pytest.raises(UsageError, match="must be a list"):
+        Gallery.merge(str(gallery.path), tmp_path / "m")
     other = make_embedder(seed=1)
     Gallery.build(other, make_table(0, 5), tmp_path / "other", vectors=make_vectors(5))
     with pytest.raises(UsageError, match="have different embedders"):

@@ -83,6 +83,8 @@ def index(
     if watch:
         if any(map(is_vector_file, images)):
             raise UsageError("--watch needs images, not vectors")
+        for note in notes:
+            echo(note)
         with suppress(KeyboardInterrupt):
             run_watch(
                 lambda: metadata.from_sources(images, columns, allow_missing=True)[0],

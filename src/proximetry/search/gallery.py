@@ -213,6 +213,8 @@ class Gallery:
             progress: called with (done, total) while the index is built.
             report: called with messages, such as the index.
         """
+        if isinstance(galleries, str | os.PathLike):
+            raise UsageError(f"galleries must be a list, got {str(galleries)!r}")
         opened = [one if isinstance(one, Gallery) else cls.open(one) for one in galleries]
         merge_galleries(opened, path, index, progress or ignore, report or ignore)
         return cls.open(path)
