@@ -37,6 +37,8 @@ def table():
         ({"year": {"<=": "2004"}}, [0, 1]),
         ({"year": {"<": "2004.5"}}, [0, 1]),
         ({"year": {"<": float("inf")}}, [0, 1, 3, 4]),
+        ({"score_a": {"<": 10**400}}, [0, 2, 4]),
+        ({"score_a": {">": -(10**400)}}, [0, 2, 4]),
         ({"year": {">=": np.int64(2005)}}, [3, 4]),
         ({"year": {"!=": [1999, 2005]}}, [1, 2, 4]),
         ({"year": {"!=": None}}, [0, 1, 3, 4]),
@@ -86,6 +88,10 @@ def test_ranges_compare_like_python(table, sign, column):
         ({"label": {"^=": 3}}, "\\^= needs text"),
         ({"label": {">": 3}}, "has type text, got 3"),
         ({"label": "joy"}, "did you mean 'jay'"),
+        ({"label": "\ud800"}, r"label = needs text, got '\\ud800'"),
+        ({"label": {"^=": ["j", "\ud800"]}}, "label \\^= needs text"),
+        ({"year": 1800}, "no image has year 1800$"),
+        ({"path": None}, "no image has path None$"),
         ({"label": {"^=": "q"}}, "no image has label \\^= 'q'"),
         ({"good": {">": False}}, "has type bool"),
         ({"taken": {">": "soon"}}, "has type date32.*, got 'soon'"),
@@ -95,6 +101,15 @@ def test_ranges_compare_like_python(table, sign, column):
 def test_invalid_where(table, where, token):
     with pytest.raises(UsageError, match=token):
         metadata.select(table, where)
+
+
+def test_hidden_columns_are_unknown(table):
+    stored = metadata.with_files(table, [None] * 5, [None] * 5)
+    for column in ("_size", "siez"):
+        with pytest.raises(UsageError, match="has no column") as caught:
+            metadata.select(stored, {column: 3})
+        assert "good, empty." in str(caught.value)
+        assert metadata.DIGEST not in str(caught.value)
 
 
 def test_parse_conditions():

@@ -17,8 +17,10 @@ from PIL import Image
 from proximetry._util.errors import UsageError
 from proximetry._util.files import CHECKSUM, json_with_checksum
 from proximetry.data import Catalog, open_image
+from proximetry.data.vectors import VectorCatalog
 from proximetry.metrics import expand_queries, k_reciprocal_distances, retrieve
 from proximetry.metrics._search.similarities import normalize
+from proximetry.models import Embedder
 from proximetry.search import Gallery, duplicates, indexes, manifest, metadata, snapshot
 from proximetry.search.manifest import DamagedGalleryError
 from tests.search.conftest import DIM, make_embedder, make_table, make_vectors, names
@@ -462,6 +464,7 @@ def test_rebuilt_gallery_rejects_changes_until_refresh(gallery):
         lambda: reader.add(make_table(5, 1), vectors=make_vectors(1)),
         lambda: reader.add(make_table(0, 1), vectors=make_vectors(1), replace=True),
         lambda: reader.remove([0]),
+        reader.compact,
     ):
         with pytest.raises(ValueError, match=r"refresh\(\)"):
             change()
@@ -469,6 +472,19 @@ def test_rebuilt_gallery_rejects_changes_until_refresh(gallery):
     reader.refresh()
     assert len(reader) == 5
     assert reader.embedder.fingerprint() == other.fingerprint() != old
+
+
+def test_refresh_reads_the_calibration_of_a_rebuilt_gallery(tmp_path):
+    vectors, table = make_vectors(60), make_table(0, 60)
+    embedder = Embedder.create("vectors", None, weights="none", input_dim=DIM)
+    embedder.calibrate(VectorCatalog.from_arrays(vectors, [str(row // 5) for row in range(60)]))
+    Gallery.build(embedder, table, tmp_path / "gallery", vectors=vectors)
+    reader = Gallery.open(tmp_path / "gallery")
+    assert reader.calibration is not None
+    shutil.rmtree(reader.path)
+    Gallery.build(make_embedder(seed=1), table, reader.path, vectors=vectors)
+    reader.refresh()
+    assert reader.calibration is None
 
 
 def test_open_retries_after_a_concurrent_change(gallery, monkeypatch):

@@ -58,6 +58,8 @@ def test_gpu_scan_with_fewer_rows_than_results():
     hits = GpuScan(store, ["a", "b", "c"], DEVICE).search(queries[3:4], 4, mask)
     assert hits.positions.tolist() == [[3, 7050, -1, -1]]
     assert GpuScan(store, ["a", "b", "c"], DEVICE).search(queries[:0], 4).positions.shape == (0, 4)
+    empty = GpuScan(Store([], np.array([0]), "cosine", 0.0), [], DEVICE)
+    assert empty.search(queries[:2], 1).positions.tolist() == [[-1], [-1]]
 
 
 def test_gpu_scan_copies_new_segments_only():
@@ -69,6 +71,9 @@ def test_gpu_scan_copies_new_segments_only():
     np.testing.assert_array_equal(
         second.search(queries, 5).positions, first.search(queries, 5).positions
     )
+    first.device = torch.device("cuda:7")  # another one
+    third = GpuScan(store, ["a", "b", "c"], DEVICE, first)
+    assert third._copies["a"] is not first._copies["a"]
 
 
 def test_gpu_scan_reports_too_little_memory(monkeypatch):
@@ -109,5 +114,9 @@ def test_gallery_on_a_device_equals_exact_search(tmp_path):
     on_device.remove([5])
     gallery.refresh()
     check()
+    gallery.remove([6])
+    count = len(on_device)
     assert on_device.to("cpu")._snapshot.gpu_scan is None
+    assert len(on_device) == count  # at its version until it is refreshed
+    on_device.refresh()
     check()

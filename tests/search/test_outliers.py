@@ -62,7 +62,7 @@ def test_galleries_without_classes_or_neighbors(embedder, tmp_path):
 
 def test_outliers_command(clustered, call, tmp_path):
     text = call("outliers", clustered.path)
-    assert "with the mean cosine to 10 images" in text
+    assert "(mean cosine to the 10 nearest images)" in text
     assert "class3 → class7?" in text
     document = json.loads(call("outliers", clustered.path, "--json"))
     assert {one["id"] for one in document["outliers"][:2]} == {300, 301}

@@ -69,6 +69,8 @@ def test_box_searches_a_rectangle(built, files, tmp_path):
     ("options", "token"),
     [
         ({"queries": 99_999}, "no image .* has the id 99999"),
+        ({"queries": -1}, "no image .* has the id -1"),
+        ({"queries": [0, -1]}, "no image .* has the id -1"),
         ({"combine": "min"}, "combine must be"),
         ({"combine": "max", "rerank": True}, "does not support"),
         ({"box": (0, 0, 5, 5)}, "box needs an image"),
@@ -88,6 +90,7 @@ def test_invalid_boxes(built, files):
         ((0, 0, 9, 10_000), "exceeds the image"),
         ((5, 0, 5, 3), "is empty"),
         ((0.5, 0, 5, 3), "four integers"),
+        ((-1, 0, 5, 3), "of at least 0"),
     ):
         with pytest.raises(UsageError, match=token):
             built.search(files[0], box=box)

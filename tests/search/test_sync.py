@@ -172,8 +172,9 @@ def test_remapped_paths_serve_searches_and_sync(home, call):
     query = home / "elsewhere/birds/class00/0.png"
     ids = Gallery.open("gallery").ids()
     assert str(home / "images") in call("search", query, "-k", 1, "--json")
-    text = call("index", "--root", "elsewhere/birds")
-    assert "49 paths" in text or "48 paths" in text
+    text = call("index", "elsewhere/birds", "--root", "elsewhere/birds")
+    assert "48 paths are now below elsewhere/birds" in text
+    assert " 0 new" in text
     gallery = Gallery.open("gallery")
     gallery.verify()
     assert gallery.ids().tolist() == ids.tolist()
@@ -186,6 +187,13 @@ def test_remapped_paths_serve_searches_and_sync(home, call):
     assert "no image of the gallery is below" in call("index", "--root", "/a=/b", code=2)
     with pytest.raises(UsageError, match="same names"):
         gallery.remap_paths(home / "elsewhere/birds/class01", home / "elsewhere/birds/class02")
+
+
+def test_watch_ends_on_invalid_options(home, call):
+    np.savez("v.npz", vectors=np.eye(3))
+    assert "--watch needs images" in call("index", "v.npz", "--watch", code=2)
+    words = ["--gallery", "new", "--model", "model", "--interval", "0.1", "--index", "Flaat"]
+    assert "unknown index 'Flaat'" in call("index", "images", "--watch", *words, code=2)
 
 
 def test_watch_indexes_a_growing_folder(home):

@@ -119,3 +119,12 @@ def test_invalid_files_of_vectors(home, call):
     (home / "bad.npz").write_bytes(b"no file")
     assert "bad.npz" in call("index", "bad.npz", code=2)
     assert "without paths" in call("index", "texts.parquet", "queries.npz", code=2)
+
+
+def test_search_with_the_vectors_of_images(home, call):
+    """`proximetry embed` writes their paths, too."""
+    call("index", "texts.parquet")
+    np.savez("images.npz", vectors=make_vectors(COUNT)[[3]], paths=np.array(["a.jpg"]))
+    lines = call("search", "images.npz", "-k", 1).splitlines()
+    assert lines[0] == "a.jpg"
+    assert lines[2].split()[:3] == ["1", "1.0000", "texts.parquet#3"]

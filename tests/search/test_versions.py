@@ -67,7 +67,7 @@ def test_versions_and_their_files_are_removed_after_the_grace_period(gallery, mo
     assert [one.images for one in gallery.versions()] == [59, 58, 57]
     gallery.prune()
     assert [one.number for one in gallery.versions()] == [5]
-    with pytest.raises(UsageError, match="no version"):
+    with pytest.raises(UsageError, match="no earlier version"):
         gallery.rollback()
     current = gallery._snapshot.manifest
     expected = {f"segments/{info.name}" for info in current.segments}
@@ -105,6 +105,7 @@ def test_closed_galleries_raise(gallery):
         lambda g: g.search(make_vectors(1)),
         lambda g: g.ids(),
         Gallery.versions,
+        Gallery.compact,
     ):
         with pytest.raises(UsageError, match="is closed"):
             use(opened)
@@ -118,11 +119,13 @@ def test_merged_galleries_search_like_one(gallery, embedder, tmp_path, index, mo
     other.remove([29])
     gallery.remove([0])
     lines = []
+    (tmp_path / "m" / "segments" / ("0" * 32)).mkdir(parents=True)  # of an interrupted merge
     merged = Gallery.merge(
         [gallery, tmp_path / "other"], tmp_path / "m", index, report=lines.append
     )
     merged.verify()
     assert paths(merged) == names(1, 78)
+    assert len([*(tmp_path / "m" / "segments").iterdir()]) == 1
     assert "10 images in several galleries, kept once" in lines
     assert merged.rows([0, 58, 59, 60], ["size"])["size"] == [None, None, 10, 11]
     queries = make_vectors(4, seed=9)
@@ -135,6 +138,8 @@ def test_merged_galleries_search_like_one(gallery, embedder, tmp_path, index, mo
 
 
 def test_merge_rejects_other_embedders(gallery, tmp_path):
+    with pytest.raises(UsageError, match="must be a list"):
+        Gallery.merge(str(gallery.path), tmp_path / "m")
     other = make_embedder(seed=1)
     Gallery.build(other, make_table(0, 5), tmp_path / "other", vectors=make_vectors(5))
     with pytest.raises(UsageError, match="have different embedders"):

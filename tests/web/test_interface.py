@@ -210,7 +210,8 @@ def test_conditions_and_threshold(client):
         ({"id": 3, "where": '{"path": {"^=": "/"}}'}, 422, "no column 'path'"),
         ({"id": 3, "where": '{"year": {"~": 3}}'}, 422, "unknown operator"),
         ({"id": 3, "where": "{"}, 422, "not JSON"),
-        ({"id": 3, "where": '{"label": "\\ud800"}'}, 422, "not JSON"),
+        ({"id": 3, "where": '{"label": "\\ud800"}'}, 422, "label = needs text, got '\\ud800'"),
+        ({"id": 3, "where": '{"\\ud800": 1}'}, 422, "no column '\\ud800'"),
         ({"id": 3, "where": '{"a":' * 3000 + "1" + "}" * 3000}, 422, "not JSON"),
         ({"id": 3, "where": ["year=2001", '{"year": 3}']}, 422, "two conditions of year"),
         ({"id": 3, "box": "0,0,2,1"}, 422, "LEFT,TOP,RIGHT,BOTTOM"),
@@ -437,7 +438,13 @@ def test_gallery_is_described(client):
     assert {one["images"] for one in about["classes"]} == {EACH}
     assert about["metrics"]["test"] == {"recall@1": 0.875}
     columns = {column["name"]: column for column in about["columns"]}
-    assert [*columns] == ["label", "split", "year"]
+    assert [*columns] == ["label", "split", "year", "reviewed"]
+    assert (columns["reviewed"]["kind"], columns["reviewed"]["values"]) == (
+        "text",
+        ["False", "True"],
+    )
+    reviewed = client.post("/search", data={"id": 0, "where": "reviewed=True", "k": TOTAL})
+    assert len(results(reviewed)) == TOTAL // 2 - 1
     assert (columns["year"]["minimum"], columns["year"]["maximum"]) == (2000, 2009)
     assert columns["label"]["values"] == [f"class{number:02d}" for number in range(CLASSES)]
     assert set(about["suggested"]) <= set(range(TOTAL))
@@ -447,6 +454,11 @@ def test_an_empty_gallery(editable, editable_client):
     Gallery.open(editable.path).remove(editable.ids())
     assert results(editable_client.post("/search", files={"image": ("x.png", png())})) == []
     assert editable_client.get("/gallery").json()["suggested"] == []
+    file = next(editable.path.parent.rglob("*.png"))
+    editable.add([file], labels=["new"])
+    (match,) = results(editable_client.post("/search", files={"image": ("x.png", png())}))
+    assert match["file"] == file.name
+    assert match["image"] is not None
 
 
 def test_paths_that_are_not_utf8_and_nan(tmp_path):

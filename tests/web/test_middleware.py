@@ -4,17 +4,20 @@ import asyncio
 import io
 import os
 import pickle
+from concurrent.futures import Future
 from threading import Event
 
 import httpx
 import pytest
+import torch
+from fastapi import HTTPException
 from PIL import Image
 
 from proximetry._util.errors import UsageError
 from proximetry.search import Gallery
 from proximetry.web import make_app, middleware
 from proximetry.web.middleware import AccessMiddleware
-from proximetry.web.searcher import QueryImage
+from proximetry.web.searcher import QueryImage, _Job
 from tests.web.conftest import TOKEN, bomb, client_of, png
 
 FORM = {"content-type": "multipart/form-data; boundary=b"}
@@ -394,3 +397,32 @@ def test_cancelled_search(shared):
     assert len(asyncio.run(leave()).results) == 3
     app.state.service.close()
     assert not queue.alive
+
+
+def test_failing_query_does_not_fail_its_batch(shared, monkeypatch, caplog):
+    """Such as one whose search has a bug, or whose pixels have another shape."""
+    service = make_app(shared.path).state.service
+    search = Gallery.search
+
+    def fail(self, queries, k=10, *, where=None, **options):
+        if where:
+            raise RuntimeError("a bug")
+        return search(self, queries, k, where=where, **options)
+
+    monkeypatch.setattr(Gallery, "search", fail)
+    embedder = service.gallery.current().embedder
+
+    def job(item=None, size=24, where=None):
+        if item is not None:
+            return _Job(Future(), 0.0, None, [None], [item], "mean", 3, where or {})
+        pixels = torch.zeros(3, size, size, dtype=torch.uint8)
+        return _Job(Future(), 0.0, embedder, [pixels], [None], "mean", 3, {})
+
+    jobs = [job(0), job(1, where={"year": 2001}), job(), job(size=25), job(999), job(2)]
+    service.searcher._answer(jobs)
+    errors = [type(one.future.exception()) for one in jobs]
+    none = type(None)
+    assert errors == [none, RuntimeError, none, none, HTTPException, none]
+    assert [len(jobs[number].future.result().results) for number in (0, 2, 5)] == [3, 3, 3]
+    assert caplog.text.count("a search failed") == 1
+    service.close()

@@ -45,7 +45,7 @@ def operated(server, shared, tmp_path_factory):
     assert OTHER not in process.output()
 
 
-def test_rate_limit_refills_and_forgets_clients(monkeypatch):
+def test_rate_limit_refills_and_removes_old_clients(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     limit = RateLimit(60)
@@ -290,7 +290,7 @@ def resident(pid):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 def test_searches_are_answered_under_hostile_load(server, shared, tmp_path):
-    """Header floods, connections without requests and readers that stop, all at once."""
+    """Header floods, connections without requests and readers that stop, concurrently."""
     cache = cache_map(shared, tmp_path / "cache")
     process, url = start(server, tmp_path / "log", shared.path, PROXIMETRY_CACHE=str(cache))
     place = ("127.0.0.1", urlsplit(url).port)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from proximetry._util.errors import UsageError
 from proximetry._util.formatting import format_int, join_first, truncate_lines
 from proximetry.cli.options import AsJson, BadImages, BatchSize, Device, Flag, TableColumns
 from proximetry.cli.output import echo, print_result, progress_bar, relative_path, skip_hint
@@ -71,14 +72,19 @@ def index(
     from proximetry.search.watch import watch as run_watch
 
     folders = [*filter(os.path.isdir, map(os.path.expanduser, images))]
-    if root is not None:
+    notes = list[str]()
+    if root is not None and os.environ.get("RANK", "0") == "0":
         old, _, new = root.rpartition("=")
         count = Gallery.open(gallery).remap_paths(new, old or None)
-        text = f"{gallery}: {format_int(count)} paths are now below {new}"
+        notes = [f"{gallery}: {format_int(count)} paths are now below {new}"]
         if not images:
-            print_result(as_json, {"gallery": gallery, "root": new, "images": count}, text)
+            print_result(as_json, {"gallery": gallery, "root": new, "images": count}, notes[0])
             return
     if watch:
+        if any(map(is_vector_file, images)):
+            raise UsageError("--watch needs images, not vectors")
+        for note in notes:
+            echo(note)
         with suppress(KeyboardInterrupt):
             run_watch(
                 lambda: metadata.from_sources(images, columns, allow_missing=True)[0],
@@ -99,7 +105,7 @@ def index(
         if not world.is_main:
             worker_loop(lambda: load_model(model, gallery, device, ignore))
             return
-        notes, exists = list[str](), is_gallery(gallery) and not sync
+        exists = is_gallery(gallery) and not sync
         options: dict[str, Any] = {"batch_size": batch_size, "report": notes.append}
         with distributed_workers() if world.size > 1 else nullcontext():
             if len(images) == 1 and is_vector_file(images[0]):

@@ -35,7 +35,8 @@ def outliers(
     }
     sign = 1 if opened.similarity == "cosine" else -1
     lines = [f"{sign * one.similarity:8.4f}  {relative_path(one.path)}" for one in found]
-    lines.append(f"{pluralize(len(found), 'outlier')}, with the mean {_measure(sign)} to 10 images")
+    measure = "cosine" if sign > 0 else "distance"
+    lines.append(f"{pluralize(len(found), 'outlier')} (mean {measure} to the 10 nearest images)")
     if classes > 1:
         lines += [
             f"{100 * one.probability:6.0f} %  {one.label} → {one.suggestion}?  "
@@ -55,7 +56,3 @@ def outliers(
         group_sheet(sheet, groups, "Outliers and label errors, with their nearest neighbors")
         lines.append(f"contact sheet: {sheet}")
     print_result(as_json, document, "\n".join(lines))
-
-
-def _measure(sign: int) -> str:
-    return "cosine" if sign > 0 else "distance"

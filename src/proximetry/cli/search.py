@@ -92,12 +92,12 @@ def search(
     for query in queries:  # before torch is imported
         check_exists(Path(split_shard_path(str(query))[0]))
     opened, conditions = open_gallery(gallery, model), parse_conditions(where)
-    from proximetry.data.vectors import is_vector_file
+    from proximetry.data.vectors import holds_vectors
     from proximetry.search.vector_files import read_queries
 
     targets: Any = list(ids or queries)
     names = [str(query) for query in queries]
-    if len(queries) == 1 and is_vector_file(queries[0]):
+    if len(queries) == 1 and holds_vectors(queries[0]):
         targets, names = read_queries(opened, queries[0])
     with progress_bar("embedding") as progress:
         result = opened.search(

@@ -60,6 +60,10 @@ def _condition(column: str, operator: Any, value: Any) -> Condition:
         raise UsageError(_missing(column))
     if operator in RANGES and (not single or value is None):
         raise UsageError(f"{column} {operator} needs one value, got {format_value(value)}")
+    try:
+        "".join(one for one in values if isinstance(one, str)).encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise UsageError(f"{column} {operator} needs text, got {format_value(value)}") from None
     if operator == "^=" and not all(isinstance(prefix, str) for prefix in values):
         raise UsageError(f"{column} ^= needs text, got {format_value(value)}")
     return Condition(column, operator, values)

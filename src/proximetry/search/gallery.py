@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
-import time
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -16,7 +15,6 @@ import numpy as np
 import torch
 
 from proximetry._util.errors import UsageError
-from proximetry._util.files import name_write_errors
 from proximetry._util.formatting import join_first, pluralize
 from proximetry._util.machine import resolve_device
 from proximetry._util.types import IntArray, Progress, is_integer
@@ -31,17 +29,14 @@ from proximetry.search.effort import Effort, measure_recall
 from proximetry.search.exact import FloatArray, Hits, Mask, as_similarities
 from proximetry.search.manifest import (
     EMBEDDER,
-    GRACE,
-    STAGING,
     Manifest,
     Report,
-    check_new_folder,
     commit,
+    commit_first,
     ignore,
     is_milvus,
-    remove_stale_files,
+    lock_new_folder,
     write_lock,
-    write_manifest,
 )
 from proximetry.search.merge import merge_galleries
 from proximetry.search.new_images import (
@@ -159,12 +154,8 @@ class Gallery:
         folder = Path(path)
         if index == "auto" and embedder.bits is not None:
             index = indexes.BINARY
-        check_new_folder(folder)
         indexes.check(index, embedder.dim, len(new_images.table))
-        with name_write_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        with write_lock(folder, new_images.report):
-            check_new_folder(folder)  # another process may have built it meanwhile
+        with lock_new_folder(folder, new_images.report):
             fingerprint = embedder.fingerprint()
             embedder.save(folder / EMBEDDER)
             manifest = Manifest(fingerprint, embedder.architecture.similarity, embedder.dim, index)
@@ -172,13 +163,7 @@ class Gallery:
             segment = new_images.write(folder, manifest)
             prefix = "auto → " if index == "auto" else ""
             new_images.report(indexes.describe(segment.index, segment.rows, segment.recall, prefix))
-            manifest = dataclasses.replace(
-                manifest, next_id=segment.rows, segments=(segment,), created=time.time()
-            )
-            write_manifest(folder, manifest)
-            # No other process has staged vectors before the manifest exists.
-            shutil.rmtree(folder / STAGING, ignore_errors=True)
-            remove_stale_files(folder, manifest, GRACE)
+            manifest = commit_first(folder, manifest, segment)
             built = cls(folder, str(folder), Snapshot(folder, manifest))
             built._embedder, built.skipped = embedder, new_images.skipped
             return built
@@ -228,6 +213,8 @@ class Gallery:
             progress: called with (done, total) while the index is built.
             report: called with messages, such as the index.
         """
+        if isinstance(galleries, str | os.PathLike):
+            raise UsageError(f"galleries must be a list, got {str(galleries)!r}")
         opened = [one if isinstance(one, Gallery) else cls.open(one) for one in galleries]
         merge_galleries(opened, path, index, progress or ignore, report or ignore)
         return cls.open(path)
@@ -243,7 +230,8 @@ class Gallery:
         with self._load_lock:
             if snapshot.manifest.embedder != self._snapshot.manifest.embedder:
                 self._embedder = None
-            self._switch_to(snapshot)
+                self.__dict__.pop("_stored_calibration", None)
+            self._switch_to(snapshot, self._scan_device)
 
     def to(self, device: str | torch.device) -> Self:
         """Search on a GPU: copy the vectors there, in bfloat16, and scan all of them exactly.
@@ -254,18 +242,14 @@ class Gallery:
             >>> Gallery.open("gallery").to("cpu").search(np.eye(2), k=1).ids.tolist()
             [[0], [2]]
         """
-        self._check_local("to")
-        chosen = resolve_device(device)
-        self._scan_device = None if chosen.type == "cpu" else chosen
-        self._switch_to(self._read_snapshot())
+        chosen, snapshot = resolve_device(device), copy(self._check_local("to"))
+        self._switch_to(snapshot, None if chosen.type == "cpu" else chosen)
         return self
 
-    def _switch_to(self, snapshot: AnySnapshot) -> None:
-        if self._scan_device is not None:
-            assert isinstance(snapshot, Snapshot)
-            assert isinstance(self._snapshot, Snapshot)
-            snapshot.copy_to(self._scan_device, self._snapshot)
-        self._snapshot = snapshot
+    def _switch_to(self, snapshot: AnySnapshot, device: torch.device | None) -> None:
+        if isinstance(snapshot, Snapshot) and isinstance(self._snapshot, Snapshot):
+            snapshot.copy_to(device, self._snapshot)
+        self._snapshot, self._scan_device = snapshot, device
 
     def _read_snapshot(self) -> AnySnapshot:
         return Snapshot.open(self.path)
@@ -377,7 +361,7 @@ class Gallery:
         return snapshot
 
     def count_labels(self) -> dict[str, int]:
-        """Return the number of images of each class; for galleries in folders."""
+        """Return the number of images of each class."""
         assert isinstance(self._snapshot, Snapshot)
         return self._snapshot.count_labels()
 
@@ -479,7 +463,10 @@ class Gallery:
         snapshot = self._read_snapshot()
         self._check_not_rebuilt(snapshot)
         if replace and new_images.only_files:
-            new_images.table = _with_stored_columns(snapshot, new_images.table)
+            existing, paths = snapshot.find_paths(new_images.table), new_images.table["path"]
+            positions = np.array([existing.get(path, -1) for path in paths.to_pylist()], np.int64)
+            stored = snapshot.take(positions, snapshot.columns)
+            new_images.table = metadata.fill_missing(new_images.table, stored)
         if isinstance(snapshot, Snapshot):  # on Milvus a column may have values of any type
             metadata.concat([snapshot.table, new_images.table])
         if not replace:
@@ -552,7 +539,7 @@ class Gallery:
         """Rewrite all images as one segment, without removed rows, and index it."""
         report = report or ignore
         with write_lock(self.path, report):
-            snapshot = Snapshot.open(self.path)
+            snapshot = self._open_for_writing()
             self._commit(snapshot.merge(0, snapshot.manifest.index, progress or ignore))
         for info in self._snapshot.manifest.segments:
             report(indexes.describe(info.index, info.rows, info.recall))
@@ -568,7 +555,8 @@ class Gallery:
 
     def _commit(self, manifest: Manifest) -> None:
         """Commit a change; requires the lock."""
-        self._switch_to(Snapshot(self.path, commit(self.path, manifest)))
+        snapshot = Snapshot(self.path, commit(self.path, manifest))
+        self._switch_to(snapshot, self._scan_device)
 
     def versions(self) -> list[Version]:
         """Return the current version, last, and those replaced within a day."""
@@ -770,7 +758,7 @@ class Gallery:
         return find_outliers(self._snapshot, progress or ignore)
 
     def label_errors(self, *, progress: Progress | None = None) -> list[LabelError]:
-        """Find images whose label disagrees with those of their neighbors, the surest first.
+        """Find images whose label disagrees with those of their neighbors, most probable first.
 
         Returns those whose label is wrong with a probability above one half, by the model of
         `proximetry check`.
@@ -789,11 +777,3 @@ class _Closed:
 
     def __len__(self) -> int:
         return int(self.__getattr__("__len__"))
-
-
-def _with_stored_columns(snapshot: AnySnapshot, table: Any) -> Any:
-    """Return the rows of files with their metadata in the gallery."""
-    existing = snapshot.find_paths(table)
-    positions = np.array([existing.get(path, -1) for path in table["path"].to_pylist()], np.int64)
-    columns = snapshot.take(positions, snapshot.columns)
-    return metadata.from_columns({**columns, "path": metadata.values(table["path"])})

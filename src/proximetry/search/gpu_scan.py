@@ -72,7 +72,9 @@ class GpuScan:
         previous: GpuScan | None = None,
     ) -> None:
         self.store, self.device = store, torch.device(device)
-        known: dict[str, _Copy] = {} if previous is None else previous._copies
+        known = dict[str, _Copy]()
+        if previous is not None and previous.device == self.device:
+            known = previous._copies
         missing = sum(v.size for n, v in zip(names, store.vectors, strict=True) if n not in known)
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.device)[0]
@@ -89,8 +91,8 @@ class GpuScan:
 
     def search(self, queries: FloatArray, k: int, allowed: Mask | None = None) -> Hits:
         """Return the k nearest of the allowed rows, exactly; None allows all."""
-        if not len(queries):
-            return Hits(np.empty((0, k), np.int64), np.empty((0, k)))
+        if not len(queries) or not self._copies:
+            return Hits(np.full((len(queries), k), -1), np.full((len(queries), k), -np.inf))
         mask = None if allowed is None else torch.from_numpy(allowed).to(self.device)
         count = 2 * k + _SPARE
         with full_precision(self.device):

@@ -138,8 +138,8 @@ def build(
 
 def knobs(index: str) -> list[str]:
     """Return the arguments of `Gallery.search` that change the effort of an index."""
-    found = ["nprobe"] * ("IVF" in index) + ["ef"] * ("HNSW" in index)
-    return found + ["refine"] * is_compressed(index)
+    names = ["nprobe"] * ("IVF" in index) + ["ef"] * ("HNSW" in index)
+    return names + ["refine"] * is_compressed(index)
 
 
 def is_compressed(index: str) -> bool:

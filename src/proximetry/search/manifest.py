@@ -240,6 +240,28 @@ def check_new_folder(folder: Path) -> None:
         )
 
 
+@contextmanager
+def lock_new_folder(folder: Path, report: Report) -> Iterator[None]:
+    """Create and lock the folder of a new gallery."""
+    check_new_folder(folder)
+    with name_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with write_lock(folder, report):
+        check_new_folder(folder)  # another process may have built it meanwhile
+        yield
+
+
+def commit_first(folder: Path, manifest: Manifest, segment: SegmentInfo) -> Manifest:
+    """Write the first version of a gallery; requires the lock."""
+    now = time.time()
+    manifest = replace(manifest, next_id=segment.rows, segments=(segment,), created=now)
+    write_manifest(folder, manifest)
+    # No other process has staged vectors before the manifest exists.
+    shutil.rmtree(folder / STAGING, ignore_errors=True)
+    remove_stale_files(folder, manifest, GRACE)
+    return manifest
+
+
 def commit(folder: Path, manifest: Manifest) -> Manifest:
     """Replace the current version, which is kept for `GRACE` seconds; requires the lock."""
     before, now = read_manifest(folder), time.time()

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from proximetry._util.errors import UsageError
-from proximetry._util.files import name_write_errors
 from proximetry._util.formatting import pluralize
 from proximetry._util.tensors import chunks
 from proximetry._util.types import Progress
 from proximetry.search import indexes, metadata
 from proximetry.search.exact import FloatArray
-from proximetry.search.manifest import (
-    EMBEDDER,
-    Manifest,
-    Report,
-    check_new_folder,
-    write_lock,
-    write_manifest,
-)
+from proximetry.search.manifest import EMBEDDER, Manifest, Report, commit_first, lock_new_folder
 from proximetry.search.segment import BLOCK, write_segment
 
 if TYPE_CHECKING:
@@ -73,12 +63,8 @@ def merge_galleries(
 
     folder, kinds = Path(out), {gallery.index for gallery in galleries}
     index = index or (kinds.pop() if len(kinds) == 1 else "auto")
-    check_new_folder(folder)
     indexes.check(index, first.dim, len(keep))
-    with name_write_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with write_lock(folder, report):
-        check_new_folder(folder)
+    with lock_new_folder(folder, report):
         shutil.copytree(galleries[0].path / EMBEDDER, folder / EMBEDDER, dirs_exist_ok=True)
         manifest = Manifest(first.embedder, first.similarity, first.dim, index)
         kind = indexes.resolve(index, len(keep))
@@ -87,8 +73,7 @@ def merge_galleries(
         report(indexes.describe(segment.index, segment.rows, segment.recall))
         if len(keep) < total:
             report(f"{pluralize(total - len(keep), 'image')} in several galleries, kept once")
-        manifest = replace(manifest, next_id=segment.rows, segments=(segment,), created=time.time())
-        write_manifest(folder, manifest)
+        commit_first(folder, manifest, segment)
 
 
 def _first_rows(paths: Any) -> Any:

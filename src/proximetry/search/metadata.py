@@ -32,6 +32,7 @@ HIDDEN = (*STAMP, DIGEST)
 _RESERVED = ("id", "similarity", "score", *HIDDEN)  # names that results and galleries use
 
 Mask = npt.NDArray[np.bool_]
+_MAX_BOUND = 1 << 1023  # of a range; NumPy compares no integers from 2¹⁰²⁴ with floats
 _COMPARE = {"<": "less", "<=": "less_equal", ">": "greater", ">=": "greater_equal"}
 
 
@@ -136,6 +137,15 @@ def _array(values: Sequence[Any], is_text: bool) -> Any:
     return pa.array(values)
 
 
+def fill_missing(table: Any, stored: Mapping[str, Sequence[Any]]) -> Any:
+    """Replace missing values of a table by those of stored columns."""
+    columns: dict[str, Any] = {name: values(table[name]) for name in table.column_names}
+    for name, old in stored.items():
+        new = columns.get(name, [None] * len(old))
+        columns[name] = [b if a is None else a for a, b in zip(new, old, strict=True)]
+    return from_columns(columns)
+
+
 def with_files(table: Any, stamps: Sequence[Any], digests: Sequence[str | None]) -> Any:
     """Add size, mtime and digest of each file (`new_images.Stamp`), null if unknown."""
     pa = arrow()
@@ -195,7 +205,8 @@ def contains(column: Any, targets: Any) -> Mask:
 def select(table: Any, where: Where) -> Mask:
     """Return a mask of the rows that match every condition."""
     mask = np.ones(len(table), np.bool_)
-    for condition in parse_where(where, table.column_names):
+    columns = [name for name in table.column_names if name not in HIDDEN]
+    for condition in parse_where(where, columns):
         matches = _matches(table, condition)
         if not matches.any():
             hint = _suggest(table, condition) if condition.operator == "=" else ""
@@ -243,7 +254,7 @@ def _bound(condition: Condition, kind: Any) -> Any:
         for parse in () if isinstance(value, bool) else (int, float):
             with suppress(TypeError, ValueError, OverflowError):
                 if isinstance(number, str) or parse(number) == number:
-                    return parse(number)
+                    return max(-_MAX_BOUND, min(parse(number), _MAX_BOUND))
         _raise_type(condition, kind, [value])
     if types.is_boolean(kind) or (types.is_large_binary(kind) and not isinstance(value, str)):
         _raise_type(condition, kind, [value])
@@ -277,7 +288,7 @@ def _suggest(table: Any, condition: Condition) -> str:
     """Return a similar value, if there are not too many values to compare."""
     unique = values(table[condition.column].unique())
     texts = [value for value in unique if isinstance(value, str)]
-    if len(texts) > 10_000:
+    if not texts or len(texts) > 10_000 or condition.values[0] is None:
         return ""
     hint = suggest(str(condition.values[0]), sorted(texts))
     return "" if hint == "." else hint

@@ -58,8 +58,8 @@ def find(path: str | os.PathLike[str]) -> Collection | None:
     client = MilvusClient(address)
     if not client.has_collection(address.collection):
         return None
-    found = Collection(client)
-    return found if found.complete else None
+    collection = Collection(client)
+    return collection if collection.complete else None
 
 
 def choose_index(index: str, count: int, dim: int) -> tuple[str, dict[str, int]]:

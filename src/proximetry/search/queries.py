@@ -28,6 +28,7 @@ Combine = Literal["mean", "max"]
 Search: TypeAlias = Callable[[FloatArray, int], Hits]
 """Searches the allowed images: (vectors, k)."""
 
+_MIN_ID = -(2**63)  # negative ids are unknown ones
 _MAX_RERANK_K = 1000  # re-ranking compares twice this number of images
 
 
@@ -75,7 +76,7 @@ def embed_queries(
         images: Sequence[Any] = snapshot.take(positions[:, 0], ["path"])["path"]
         vectors = snapshot.vectors(positions[:, 0])
     elif "float" in str(getattr(queries, "dtype", "")) and queries.ndim in (1, 2):
-        queries = queries.reshape(-1, queries.shape[-1])
+        queries = queries[None] if queries.ndim == 1 else queries
         images = [None] * len(queries)
         vectors = as_vectors(queries, len(queries), gallery.dim)
     else:
@@ -100,11 +101,15 @@ def embed_queries(
 
 def _as_ids(queries: Any) -> list[int] | None:
     """Return queries that are ids of the gallery, else None."""
-    if is_integer(queries, 0):
+    if is_integer(queries, _MIN_ID):
         return [int(queries)]
     if getattr(queries, "ndim", 0) == 1 and "int" in str(queries.dtype):
         return [*map(int, queries)]
-    if isinstance(queries, list | tuple) and queries and all(is_integer(q, 0) for q in queries):
+    if (
+        isinstance(queries, list | tuple)
+        and queries
+        and all(is_integer(q, _MIN_ID) for q in queries)
+    ):
         return [*map(int, queries)]
     return None
 
@@ -115,7 +120,9 @@ def _crop(images: Sequence[Any], box: Box) -> Any:
         raise UsageError(f"box needs one image, got {len(images)}")
     image = open_image(images[0])
     if len(box) != 4 or not all(is_integer(edge, 0) for edge in box):
-        raise UsageError(f"box must be four integers: left, top, right, bottom; got {box}")
+        raise UsageError(
+            f"box must be four integers of at least 0: left, top, right, bottom; got {box}"
+        )
     left, top, right, bottom = box
     if not (left < right <= image.width and top < bottom <= image.height):
         raise UsageError(
@@ -138,7 +145,7 @@ def run_queries(
     vectors, expanded = queries.vectors, queries
     if expand:
         positions = find_nearest(search, queries, expand).positions
-        neighbors = snapshot.vectors(positions.ravel()).reshape(*positions.shape, -1)
+        neighbors = snapshot.vectors(positions.ravel()).reshape(*positions.shape, vectors.shape[1])
         expanded = queries._replace(vectors=expand_queries(vectors, neighbors).astype(np.float32))
     hits = find_nearest(search, expanded, max(RERANKED, 2 * k) if rerank else k)
     if rerank:

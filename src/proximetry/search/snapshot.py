@@ -214,10 +214,10 @@ class Snapshot:
         columns = self.take(positions, ["path", *metadata.STAMP, metadata.DIGEST]).values()
         return map(StoredFile, positions.tolist(), *columns)
 
-    def copy_to(self, device: torch.device, previous: Snapshot) -> None:
-        """Copy the vectors to a GPU; those of segments of the previous version are reused."""
-        names = [info.name for info in self.manifest.segments]
-        self.gpu_scan = GpuScan(self.store, names, device, previous.gpu_scan)
+    def copy_to(self, device: torch.device | None, previous: Snapshot) -> None:
+        """Copy the vectors to a GPU, or remove the copy; reuse those of the previous version."""
+        names, scan = [info.name for info in self.manifest.segments], previous.gpu_scan
+        self.gpu_scan = None if device is None else GpuScan(self.store, names, device, scan)
 
     def search(self, queries: FloatArray, k: int, allowed: Any, effort: Effort = _DEFAULT) -> Hits:
         """Return the k nearest of the allowed rows, by an index or an exact scan."""

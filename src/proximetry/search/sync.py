@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from proximetry._util.tensors import chunks
-from proximetry._util.types import IntArray, Progress
+from proximetry._util.types import Progress
 from proximetry.search import metadata
 from proximetry.search.manifest import Report
 from proximetry.search.new_images import CHUNK, BadImages, NewImages, digest_of, stamp_of
@@ -74,7 +74,8 @@ def sync_images(
         sources = np.array([file.source for file in files], np.int64)
         listed = table.take(metadata.arrow().array([file.row for file in files]))
         if (sources >= 0).any():
-            listed = _merge_columns(snapshot, listed, sources)
+            stored = snapshot.take(sources, snapshot.columns)
+            listed = metadata.fill_missing(listed, stored)
         new_images = NewImages(
             listed, gallery.dim, None, None, bad_images, batch_size, progress, report
         )
@@ -125,12 +126,3 @@ def _compare(
         else:
             files.append(_File(row, "added"))
     return files, missing - moved, moved
-
-
-def _merge_columns(snapshot: Snapshot, listed: Any, sources: IntArray) -> Any:
-    """Return the listed rows; values that are not listed are those of the gallery."""
-    columns: dict[str, Any] = {name: metadata.values(listed[name]) for name in listed.column_names}
-    for name, values in snapshot.take(sources, snapshot.columns).items():
-        new = columns.get(name, [None] * len(values))
-        columns[name] = [b if a is None else a for a, b in zip(new, values, strict=True)]
-    return metadata.from_columns(columns)

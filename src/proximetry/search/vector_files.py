@@ -86,5 +86,6 @@ def encode_vectors(embedder: Embedder, vectors: FloatArray, batch_size: int = 64
 
 def read_queries(gallery: Gallery, file: Path) -> tuple[FloatArray, list[str]]:
     """Return the vectors of a file as queries of a gallery, and their names."""
-    vectors = encode_vectors(gallery.embedder, read_rows(file.expanduser())[0])
-    return vectors, [f"{file}#{row}" for row in range(len(vectors))]
+    vectors, columns = read_rows(file.expanduser())
+    names = columns.get("path") or [f"{file}#{row}" for row in range(len(vectors))]
+    return encode_vectors(gallery.embedder, vectors), names

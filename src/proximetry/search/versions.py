@@ -42,7 +42,8 @@ def find_version(folder: Path, number: int | None) -> Manifest:
     targets = [one for one in kept if number in (None, one.number)]
     if not targets:
         names = join_first([str(one.number) for one in kept]) or "none"
-        raise UsageError(f"no version {number or ''} of {folder}. Replaced versions: {names}.")
+        name = "earlier version" if number is None else f"version {number}"
+        raise UsageError(f"no {name} of {folder}. Replaced versions: {names}.")
     target = replace(targets[-1], next_id=current.next_id)  # ids are never reused
     Snapshot(folder, target)  # its files exist
     return target

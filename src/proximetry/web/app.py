@@ -272,7 +272,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
 
     async def explain(self, query: QueryImage, result: int) -> bytes:
-        """Return a picture of the similarity of a query image to another, as WebP."""
+        """Return an image of why a query is similar to another image, as WebP."""
 
         def draw() -> bytes:
             gallery = self.gallery.current()
@@ -546,11 +546,10 @@ def _parse_where(texts: list[str]) -> Where:
     for document in documents:
         try:
             conditions = json.loads(document)
-            json.dumps(conditions, ensure_ascii=False).encode()  # no lone surrogates
         except (ValueError, RecursionError) as error:
             raise UsageError(f"where is not JSON: {error}") from None
-        if twice := where.keys() & conditions.keys():
-            raise UsageError(f"two conditions of {sorted(twice)[0]}. Combine them.")
+        if repeated := where.keys() & conditions.keys():
+            raise UsageError(f"two conditions of {sorted(repeated)[0]}. Combine them.")
         where |= conditions
     if "path" in where:
         raise UsageError("no column 'path' to filter by. Paths are private.")

@@ -181,7 +181,9 @@ class LiveGallery:
 
     def records(self, ids: Sequence[int], columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
         """Return the metadata of images from their columns."""
-        summary = self._summary or self.summary()
+        summary = self._summary
+        if summary is None or not summary.suggested:  # the gallery was empty
+            summary = self.summary()
         root = "" if self.full_paths else os.path.join(summary.root, "")
         others = [name for name in columns if name not in ("path", "label")]
         records = []
@@ -273,7 +275,7 @@ def _may_be_image(gallery: Gallery, path: str | None) -> bool:
 def _describe_column(gallery: Gallery, name: str) -> Column:
     ids = gallery.sample_ids(_COLUMN_SAMPLE)
     values = [value for value in gallery.rows(ids, [name])[name] if value is not None]
-    if values and all(isinstance(value, int | float) for value in values):
+    if values and all(type(value) in (int, float) for value in values):  # bool has no ranges
         finite = [value for value in values if math.isfinite(value)] or [0]
         return Column(name, "number", [], min(finite), max(finite))
     counts = Counter(str(to_json_value(value)) for value in values)

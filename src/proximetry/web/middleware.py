@@ -70,7 +70,7 @@ def error_response(status: int, detail: str, headers: Mapping[str, str] | None =
 
 
 class RateLimit:
-    """A number of searches per minute for each client; up to as many at once."""
+    """Limits each client to a number of searches per minute, and to bursts of this number."""
 
     def __init__(self, per_minute: int) -> None:
         self._rate, self._capacity = per_minute / 60, per_minute

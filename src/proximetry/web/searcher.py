@@ -118,23 +118,27 @@ class Searcher:
         HTTPException.
         """
 
-        def decode(query: QueryImage) -> tuple[Embedder, Tensor]:
+        stored = [query.read is None and query.box is None for query in queries]
+
+        def decode() -> tuple[Embedder, list[Tensor | None]]:
             gallery = self._gallery.current()
             preprocessing = gallery.embedder.preprocessing
             if not gallery.embedder.takes_images:
                 raise HTTPException(422, f"the embedder takes {preprocessing}, not images")
-            # The limit is checked before anything is decoded.
-            source = read_query(self._gallery, gallery, query)
-            return gallery.embedder, preprocessing.pixels(source, max_pixels=MAX_PIXELS)
+            pixels = list[Tensor | None]()
+            for query, is_stored in zip(queries, stored, strict=True):
+                if is_stored:
+                    pixels.append(None)
+                else:  # the limit is checked before anything is decoded
+                    source = read_query(self._gallery, gallery, query)
+                    pixels.append(preprocessing.pixels(source, max_pixels=MAX_PIXELS))
+            return gallery.embedder, pixels
 
-        loop = asyncio.get_running_loop()
-        embedder, pixels = None, list[Tensor | None]()
-        for query in queries:
-            if query.read is None and query.box is None:
-                pixels.append(None)
-            else:
-                embedder, image = await loop.run_in_executor(self._pool, decode, query)
-                pixels.append(image)
+        embedder: Embedder | None = None
+        pixels: list[Tensor | None] = [None] * len(queries)
+        if not all(stored):
+            loop = asyncio.get_running_loop()
+            embedder, pixels = await loop.run_in_executor(self._pool, decode)
         items = [query.item for query in queries]
         job = _Job(Future(), time.perf_counter(), embedder, pixels, items, combine, k, where)
         self._jobs.put(job)
@@ -149,15 +153,22 @@ class Searcher:
             ending = None in waiting
             # Skip queries of clients that have disconnected.
             jobs = [job for job in waiting if job and job.future.set_running_or_notify_cancel()]
-            try:
-                self._answer(jobs)
-            except Exception as error:  # a bug; later queries are answered
-                log.exception("a search failed")
-                for job in jobs:
-                    if not job.future.done():
-                        job.future.set_exception(error)
+            self._answer(jobs)
 
     def _answer(self, jobs: list[_Job]) -> None:
+        """Answer jobs together or, after an unexpected error, separately."""
+        try:
+            self._answer_batch(jobs)
+        except Exception as error:  # a bug; other queries are answered
+            if len(jobs) == 1:
+                log.exception("a search failed")
+                jobs[0].future.set_exception(error)
+                return
+            for job in jobs:
+                if not job.future.done():
+                    self._answer([job])
+
+    def _answer_batch(self, jobs: list[_Job]) -> None:
         started = time.perf_counter()
         gallery = self._gallery.current()
         records: dict[int, list[dict[str, Any] | None]] = {}
@@ -185,28 +196,32 @@ class Searcher:
                 gallery.vectors(np.array([item]))[0] if pixels is None else next(embedded)
                 for pixels, item in zip(job.pixels, job.items, strict=True)
             ]
-            vectors[number] = combine_vectors(np.stack(parts), job.combine)
+            vectors[number] = np.stack(parts)
+            if job.combine == "mean":
+                vectors[number] = vectors[number].mean(0, keepdims=True)
         search_started = time.perf_counter()
-        groups: dict[tuple[int, str], list[int]] = defaultdict(list)
+        groups: dict[tuple[int, str, int | None], list[int]] = defaultdict(list)
         for number in vectors:
             job = jobs[number]
             # Images of the gallery are their own nearest neighbors.
             excluded = sum(item is not None for item in job.items)
-            groups[job.k + excluded, json.dumps(job.where, sort_keys=True)].append(number)
+            separate = number if len(vectors[number]) > 1 else None
+            where = json.dumps(job.where, sort_keys=True)
+            groups[job.k + excluded, where, separate].append(number)
         count = self._gallery.count()
-        for (k, where), members in groups.items():
+        for (k, where, separate), members in groups.items():
             try:
                 result = gallery.search(
                     np.concatenate([vectors[number] for number in members]),
                     k,
                     where=json.loads(where),
+                    combine=None if separate is None else "max",
                 )
             except UsageError as error:
                 for number in members:
                     jobs[number].future.set_exception(error)
                 continue
-            rows = [len(vectors[number]) for number in members]
-            lists = self._lists(result, [jobs[number] for number in members], rows)
+            lists = self._lists(result, [jobs[number] for number in members])
             done = time.perf_counter()
             for number, matches in zip(members, lists, strict=True):
                 answer = Answer(
@@ -221,44 +236,23 @@ class Searcher:
                 )
                 jobs[number].future.set_result(answer)
 
-    def _lists(
-        self, result: SearchResult, jobs: list[_Job], rows: list[int]
-    ) -> Iterator[list[dict[str, Any]]]:
-        """Yield the results of each job, which has some rows, without the query images."""
+    def _lists(self, result: SearchResult, jobs: list[_Job]) -> Iterator[list[dict[str, Any]]]:
+        """Yield the results of each job, without the query images."""
         # Lists, because iterating over arrays takes longer than the search.
         columns = {name: result.column(name).tolist() for name in result.columns}
         ids, similarities = result.ids.tolist(), result.similarities.tolist()
-        first = 0
-        for job, count in zip(jobs, rows, strict=True):
-            found = [
-                (-similarity, item, row, rank)
-                for row in range(first, first + count)
-                for rank, (item, similarity) in enumerate(
-                    zip(ids[row], similarities[row], strict=True)
-                )
-                if item >= 0 and item not in job.items
+        for row, job in enumerate(jobs):
+            others = [
+                rank for rank, item in enumerate(ids[row]) if item >= 0 and item not in job.items
             ]
-            first += count
-            if count > 1:  # the nearest of several queries counts
-                nearest: dict[int, tuple[float, int, int, int]] = {}
-                for one in sorted(found):
-                    nearest.setdefault(one[1], one)
-                found = [*nearest.values()]
-            found = found[: job.k]
-            ranked = {
-                name: [values[row][rank] for _, _, row, rank in found]
-                for name, values in columns.items()
+            ranks = others[: job.k]
+            metadata = {
+                name: [values[row][rank] for rank in ranks] for name, values in columns.items()
             }
-            matches = self._gallery.records([item for _, item, _, _ in found], ranked)
-            for position, (one, match) in enumerate(zip(found, matches, strict=True)):
-                negative, _, row, rank = one
-                match |= {"rank": position + 1, "similarity": round(-negative, 6)}
+            matches = self._gallery.records([ids[row][rank] for rank in ranks], metadata)
+            for number, (rank, match) in enumerate(zip(ranks, matches, strict=True), 1):
+                match |= {"rank": number, "similarity": round(similarities[row][rank], 6)}
                 if result.probabilities is not None:
                     match["probability"] = round(float(result.probabilities[row, rank]), 4)
                     match["match"] = bool(result.is_match[row, rank])
             yield matches
-
-
-def combine_vectors(vectors: FloatArray, combine: str) -> FloatArray:
-    """Return the vectors to search for: their mean, or for "max" all of them."""
-    return vectors if combine == "max" else vectors.mean(0, keepdims=True)

@@ -1,4 +1,4 @@
-// The grid of results, and what they say about the class of the query.
+// The grid of results, and the class that they predict.
 
 import { $, announce, asSentence, breakable, button, formatCount, make, nameOf, percent, pluralize, thumbnail } from "./dom.js";
 import { checkbox, describeMarks } from "./marks.js";
@@ -119,7 +119,7 @@ export function showResults(answer) {
   applyThreshold();
 }
 
-/** Say which class the nearest images have, and how probable it is that the nearest one is right. */
+/** Show the class of the nearest images, and the probability that the nearest one has it, too. */
 function showVerdict() {
   const { prediction, results } = current;
   const { label, votes, neighbors } = prediction;
