@@ -119,7 +119,7 @@ export function showResults(answer) {
   applyThreshold();
 }
 
-/** Show the class of the nearest images, and the probability that the nearest one has it, too. */
+/** Show the predicted class, and the probability that the nearest image is of the same class. */
 function showVerdict() {
   const { prediction, results } = current;
   const { label, votes, neighbors } = prediction;
