@@ -65,8 +65,9 @@ class Duplicates:
         """Return the files of all images but one per group: the largest file, else the first id."""
         removed: list[str] = []
         for group in self.groups:
-            paths = [self.paths[number] for number in sorted(group.tolist())]
-            kept = max(paths, key=_file_size)  # the first of equal ones
+            named = (self.paths[number] for number in sorted(group.tolist()))
+            paths = [path for path in named if path]  # None: removed since
+            kept = max(paths, key=_file_size, default=None)  # the first of equal ones
             removed += [path for path in paths if path != kept]
         return removed
 
