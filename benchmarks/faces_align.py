@@ -104,7 +104,8 @@ def main() -> None:
         home = Path(place)
         files = copy_images(arguments.files, home / "in", arguments.images, arguments.side)
         inputs = prepare(file, files[:PREPARED])
-        full = [np.zeros((BATCH, 3, MAX_SIDE, MAX_SIDE), np.float32)] * (PREPARED // BATCH)
+        batch = BATCH if detector.batched else 1
+        full = [np.zeros((batch, 3, MAX_SIDE, MAX_SIDE), np.float32)] * (PREPARED // batch)
         images = len(files)
 
         def align() -> None:

@@ -40,7 +40,7 @@ def write_ijb(tmp_path):
     for number in range(len(ROWS)):
         pixels = rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)
         Image.fromarray(pixels).resize((48, 48)).save(images / f"{number}.png")
-    lines = [f"{n}.png {t} {m}\n" for n, (t, m) in enumerate(ROWS)]
+    lines = [f"{n}.png {t} {m}\n\n" for n, (t, m) in enumerate(ROWS)]
     (meta / "ijbc_face_tid_mid.txt").write_text("".join(lines))
     scores = 0.5 + rng.random(len(ROWS)) / 2
     lines = [

@@ -295,7 +295,7 @@ def split_shard_path(path: str) -> tuple[str, str]:
 
     Images in ``.bin`` verification sets and in ``.rec`` files are numbered: "train.rec::1".
     """
-    match = _CONTAINER.fullmatch(path)
+    match = _CONTAINER.fullmatch(path) if SEPARATOR in path else None
     return (match[1], match[2]) if match else (path, "")
 
 

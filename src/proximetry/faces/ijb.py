@@ -119,6 +119,8 @@ def _read_rows(file: Path, count: int) -> tuple[list[str], FloatArray]:
         with file.open(encoding="utf-8", errors="surrogateescape") as lines:
             for number, line in enumerate(lines, 1):
                 fields = line.split()
+                if not fields:
+                    continue
                 try:
                     values = [float(value) for value in fields[1:]]
                 except ValueError as error:
