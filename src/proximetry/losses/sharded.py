@@ -66,9 +66,10 @@ def shard(loss: Loss, group: dist.ProcessGroup | None = None) -> Loss:
             f"num_classes must be at least the number of ranks, {ranks}; got "
             f"{proxies.num_classes}. Use fewer ranks."
         )
+    seed = int(torch.randint(2**62, ()))
     if proxies.weight.is_meta:  # the other tensors do not depend on the dimension
         loss.load_state_dict(_other_state(loss.rebuild(dim=1)), strict=False, assign=True)
-    shared: list[Any] = [_other_state(loss), int(torch.randint(2**62, ()))]
+    shared: list[Any] = [_other_state(loss), seed]
     if ranks > 1:
         dist.broadcast_object_list(shared, group=group, group_src=0)
         loss.load_state_dict(shared[0], strict=False)
