@@ -8,11 +8,7 @@ from proximetry.losses.form import Problem
 
 NAMES = list(losses.LOSSES)
 #: Losses that the fused engine supports.
-FUSED = [
-    name
-    for name, loss in losses.LOSSES.items()
-    if loss.adjust_negatives is losses.ProxyLoss.adjust_negatives
-]
+FUSED = [name for name, loss in losses.LOSSES.items() if not loss.adjusts_negatives()]
 #: Losses with a margin in angle: the slope of their logit has a pole at cosines of ±1.
 ANGULAR = {
     "adaface", "arcface", "combined_margin", "curricularface", "dynamic_margin", "elasticface",

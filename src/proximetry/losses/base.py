@@ -154,10 +154,10 @@ class ProxyLoss(ConfigurableModule):
         """
         raise NotImplementedError
 
-    @property
-    def adjusts_negatives(self) -> bool:
-        """Whether the loss overrides `adjust_negatives`."""
-        return type(self).adjust_negatives is not ProxyLoss.adjust_negatives
+    @classmethod
+    def adjusts_negatives(cls) -> bool:
+        """Return whether the loss overrides `adjust_negatives`."""
+        return cls.adjust_negatives is not ProxyLoss.adjust_negatives
 
     def join(self, positive: Tensor, negatives: Tensor) -> Tensor:
         """Return the terms of the samples [B] from the positive logits and `Parts.negatives`."""
@@ -227,14 +227,14 @@ class ProxyLoss(ConfigurableModule):
             name = self.choose_engine(len(embeddings))
             engine = _ENGINES[name]()
             batch = engine.normalize(embeddings, labels, weights, proxies.dtype)
-            if self.adjusts_negatives:
+            if self.adjusts_negatives():
                 own_of = own_similarity if shard is None else shard.own_similarity
                 own = own_of(batch.x, proxies, batch.labels, self.form, self.gamma)
                 batch = batch._replace(own=own)
             if self.training:
                 with torch.no_grad():
                     self.update_state(batch)
-            adjust = self.adjust_negatives(batch) if self.adjusts_negatives else None
+            adjust = self.adjust_negatives(batch) if self.adjusts_negatives() else None
             scale, offset = self.negative_logit(batch)
             update, optimizer = None, self.proxy_optimizer if self.training else None
             if optimizer is not None:
@@ -257,7 +257,7 @@ class ProxyLoss(ConfigurableModule):
 
     def choose_engine(self, batch_size: int) -> str:
         """Return the engine for a batch of this size, with "auto" resolved."""
-        if self.engine == "fused" and self.adjusts_negatives:
+        if self.engine == "fused" and self.adjusts_negatives():
             raise ValueError(
                 f"the fused engine does not support {type(self).__name__}. Use engine='auto'."
             )
@@ -268,7 +268,7 @@ class ProxyLoss(ConfigurableModule):
         if is_small and self.proxy_optimizer is None:
             return "dense"
         is_fused = weight.dtype == torch.float32 and weight.shape[1] <= MAX_FUSED_K
-        is_fused = is_fused and not self.adjusts_negatives
+        is_fused = is_fused and not self.adjusts_negatives()
         return "fused" if is_fused and _has_fused_engine(weight.device) else "streamed"
 
     def _reduce_by_sample(
