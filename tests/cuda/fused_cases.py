@@ -11,7 +11,8 @@ from proximetry import losses
 from proximetry.losses import base, fused_batch
 from proximetry.losses import batch as torch_batch
 from proximetry.losses import fused as fused_module
-from tests.losses.cases import MULTI, NAMES, OPTIMIZERS
+from tests.losses.cases import FUSED as NAMES
+from tests.losses.cases import MULTI, OPTIMIZERS
 
 DEVICE = os.environ["KERNEL_DEVICE"]
 ON_GPU = DEVICE == "cuda"

@@ -7,9 +7,12 @@ from proximetry.losses.batch import normalize
 from proximetry.losses.form import Problem
 
 NAMES = list(losses.LOSSES)
+#: Losses that the fused engine supports.
+FUSED = [name for name, loss in losses.LOSSES.items() if not loss.adjusts_negatives()]
 #: Losses with a margin in angle: the slope of their logit has a pole at cosines of ±1.
 ANGULAR = {
-    "adaface", "arcface", "combined_margin", "dynamic_margin", "elasticface", "magface"
+    "adaface", "arcface", "combined_margin", "curricularface", "dynamic_margin", "elasticface",
+    "magface"
 }  # fmt: skip
 MULTI = [name for name in NAMES if "proxies_per_class" in losses.loss_settings(name)]
 #: Optimizers that update the proxies during backward, with settings.

@@ -221,3 +221,56 @@ def uniface(x, w, y, scale=64.0, margin=0.4, negative_share=1.0, bias=None):
     own = np.arange(len(w)) == y[:, None]
     positives = np.logaddexp(0, b - scale * (S - margin))[own].sum()
     return (positives + negative_share * np.logaddexp(0, scale * S - b)[~own].sum()) / len(x)
+
+
+def sphereface2(
+    x, w, y, scale=40.0, margin=0.4, exponent=3.0, positive_share=0.7, bias=None
+):  # fmt: skip
+    """Wen et al. 2022, eq. 5 with the functions of section 3; b as in the authors' code."""
+    if bias is None:
+        z = 0.7 / (0.3 * max(len(w) - 1, 1))
+        ay, ai = 40.0 * (2 * 0.5**3 - 1 - 0.4), 40.0 * (2 * 0.5**3 - 1 + 0.4)
+        root = np.sqrt((1 - z) ** 2 + 4 * z * np.exp(ay - ai))
+        bias = np.float64(np.float32(np.log(2 * z) - ai - np.log(1 - z + root)))
+    g = 2 * ((cosine(x, w).max(-1) + 1) / 2) ** exponent - 1
+    own = np.arange(len(w)) == y[:, None]
+    positives = np.logaddexp(0, -scale * (g - margin) - bias)[own].sum()
+    negatives = np.logaddexp(0, scale * (g + margin) + bias)[~own].sum()
+    share = positive_share
+    return (share * positives + (1 - share) * negatives) / scale / len(x)
+
+
+def softmax_with_hard_negatives(x, w, y, scale, target, adjust):
+    """Cross-entropy; negatives more similar than the target are adjusted."""
+    S = cosine(x, w).max(-1)
+    z = np.empty_like(S)
+    for i, c in np.ndindex(S.shape):
+        own = target(np.arccos(S[i, y[i]]))
+        hard = S[i, c] > own
+        z[i, c] = own if c == y[i] else adjust(S[i, c]) if hard else S[i, c]
+    return cross_entropy(scale * z, y)
+
+
+def curricularface(x, w, y, scale=64.0, margin=0.5, mean=0.0):
+    """Huang et al. 2020, section 3.2."""
+    return softmax_with_hard_negatives(
+        x, w, y, scale, lambda theta: angular(theta, margin), lambda s: s * (mean + s)
+    )
+
+
+def mv_softmax(x, w, y, scale=32.0, margin=0.35, t=0.2):
+    """Wang et al. 2020, with the margin of CosFace."""
+    return softmax_with_hard_negatives(
+        x, w, y, scale, lambda theta: np.cos(theta) - margin, lambda s: (t + 1) * s + t
+    )
+
+
+def proxy_circle(x, w, y, scale=256.0, margin=0.25):
+    """Sun et al. 2020, section 3.1, with the margins of section 3.2."""
+    S = cosine(x, w).max(-1)
+    total = 0.0
+    for i in range(len(x)):
+        positive = max(1 + margin - S[i, y[i]], 0) * (S[i, y[i]] - 1 + margin)
+        logits = [max(s + margin, 0) * (s - margin) for s in np.delete(S[i], y[i])]
+        total += np.logaddexp(0, np.logaddexp.reduce(scale * np.array(logits)) - scale * positive)
+    return total / len(x)

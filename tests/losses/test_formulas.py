@@ -58,6 +58,8 @@ def test_settings_are_used_and_may_change_between_steps(name):
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_gradcheck(name, k, engine):
+    if name == "proxy_circle":
+        pytest.skip("its weights have no gradient")
     loss = make(name, classes=4, dim=3, k=k, engine=engine).double().eval()
     x, y = batch(size=5, classes=4, dim=3)
 
@@ -89,7 +91,7 @@ def test_gradcheck_of_learned_temperature(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", ["proxy_sigmoid", "uniface"])
+@pytest.mark.parametrize("name", ["proxy_sigmoid", "uniface", "sphereface2"])
 def test_gradcheck_of_learned_numbers(name, engine):
     loss = make(name, engine=engine).double()
     x, y = batch()

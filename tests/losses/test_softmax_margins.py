@@ -149,6 +149,12 @@ def test_magface():
     assert_equal_to(loss, x, y, logit, extra)
 
 
+def test_magface_needs_a_range_of_lengths():
+    loss = make("magface", length_min=20.0, length_max=20.0)
+    with pytest.raises(ValueError, match=r"length_max must be above length_min, 20\.0; got 20\.0"):
+        loss(*batch(dtype=torch.float32))
+
+
 @pytest.mark.parametrize("sort_margins", [False, True])
 @pytest.mark.parametrize("kind", ["angle", "cosine"])
 def test_elasticface(kind, sort_margins):

@@ -6,7 +6,7 @@ from proximetry.training import train
 from tests.training.runs import assert_same_run, killed_at, tensors
 from tests.training.tiny import make_images, make_recipe
 
-LOSSES = ["adaface", "elasticface", "magface"]
+LOSSES = ["adaface", "curricularface", "elasticface", "magface", "uniface"]
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -25,7 +25,7 @@ from proximetry.losses.regularizers import (
 from proximetry.losses.relational import RelationalLoss
 from proximetry.losses.settings import Setting, check_settings, loss_settings, setting
 from proximetry.losses.sharded import ShardedProxies, shard
-from proximetry.losses.sigmoid import ProxySigmoid, UniFace
+from proximetry.losses.sigmoid import ProxySigmoid, SphereFace2, UniFace
 from proximetry.losses.softmax import (
     ArcFace,
     CosFace,
@@ -42,6 +42,7 @@ from proximetry.losses.softmax_margins import (
     ElasticFace,
     MagFace,
 )
+from proximetry.losses.softmax_negatives import CurricularFace, MVSoftmax, ProxyCircle
 
 __all__ = [
     "LOSSES",
@@ -56,17 +57,20 @@ __all__ = [
     "CenterLoss",
     "CombinedMargin",
     "CosFace",
+    "CurricularFace",
     "DynamicMargin",
     "ElasticFace",
     "ExclusiveRegularizer",
     "Gathered",
     "IntraClassRegularizer",
     "LossForm",
+    "MVSoftmax",
     "MagFace",
     "NormSoftmax",
     "PairLoss",
     "Proxies",
     "ProxyAnchor",
+    "ProxyCircle",
     "ProxyLoss",
     "ProxyNCA",
     "ProxyNCAPlusPlus",
@@ -80,6 +84,7 @@ __all__ = [
     "ShardedProxies",
     "SoftTriple",
     "SphereFace",
+    "SphereFace2",
     "UniFace",
     "check_settings",
     "create",

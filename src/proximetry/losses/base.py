@@ -20,11 +20,12 @@ from proximetry.losses.dense import (
     cosines,
     dense,
     join_by_sample,
+    own_similarity,
     present_classes,
     pull_by_class,
     reduce_proxies,
 )
-from proximetry.losses.form import MAX_FUSED_K, LossForm, Precision, Problem
+from proximetry.losses.form import MAX_FUSED_K, Adjustment, LossForm, Precision, Problem
 from proximetry.losses.proxies import Init, Proxies
 from proximetry.losses.proxy_optimizers import ProxyOptimizer
 from proximetry.losses.sampling import sampled
@@ -143,6 +144,21 @@ class ProxyLoss(ConfigurableModule):
         """
         raise NotImplementedError
 
+    def adjust_negatives(self, batch: Batch) -> Adjustment:
+        """Return a function that maps similarities S [B, n] to φ(S) and dφ/dS, for each entry.
+
+        A loss that overrides this has the negative logit ``scale · φ(S) + offset``; it is computed
+        by the dense or streamed engine and has no label smoothing. Autograd must be able to
+        differentiate φ; ``batch.own`` has the similarities to the samples' classes. The function is
+        called again in backward: copy state that the next step changes.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def adjusts_negatives(cls) -> bool:
+        """Return whether the loss overrides `adjust_negatives`."""
+        return cls.adjust_negatives is not ProxyLoss.adjust_negatives
+
     def join(self, positive: Tensor, negatives: Tensor) -> Tensor:
         """Return the terms of the samples [B] from the positive logits and `Parts.negatives`."""
         return join_by_sample(self.form, positive, negatives)
@@ -211,9 +227,14 @@ class ProxyLoss(ConfigurableModule):
             name = self.choose_engine(len(embeddings))
             engine = _ENGINES[name]()
             batch = engine.normalize(embeddings, labels, weights, proxies.dtype)
+            if self.adjusts_negatives():
+                own_of = own_similarity if shard is None else shard.own_similarity
+                own = own_of(batch.x, proxies, batch.labels, self.form, self.gamma)
+                batch = batch._replace(own=own)
             if self.training:
                 with torch.no_grad():
                     self.update_state(batch)
+            adjust = self.adjust_negatives(batch) if self.adjusts_negatives() else None
             scale, offset = self.negative_logit(batch)
             update, optimizer = None, self.proxy_optimizer if self.training else None
             if optimizer is not None:
@@ -222,7 +243,7 @@ class ProxyLoss(ConfigurableModule):
             problem = Problem(
                 batch.x, proxies, batch.labels, self.form, self.gamma, scale, offset,
                 has_weights=weights is not None, needs_distance=self.tau > 0.0,
-                ignore_above=self.ignore_above, precision=precision, update=update,
+                ignore_above=self.ignore_above, precision=precision, update=update, adjust=adjust,
             )  # fmt: skip
             if self.training and self.sampled_negatives < 1.0:
                 share, solve = self.sampled_negatives, engine.solve
@@ -236,6 +257,10 @@ class ProxyLoss(ConfigurableModule):
 
     def choose_engine(self, batch_size: int) -> str:
         """Return the engine for a batch of this size, with "auto" resolved."""
+        if self.engine == "fused" and self.adjusts_negatives():
+            raise ValueError(
+                f"the fused engine does not support {type(self).__name__}. Use engine='auto'."
+            )
         if self.engine != "auto":
             return self.engine
         weight = self.proxies.weight
@@ -243,6 +268,7 @@ class ProxyLoss(ConfigurableModule):
         if is_small and self.proxy_optimizer is None:
             return "dense"
         is_fused = weight.dtype == torch.float32 and weight.shape[1] <= MAX_FUSED_K
+        is_fused = is_fused and not self.adjusts_negatives()
         return "fused" if is_fused and _has_fused_engine(weight.device) else "streamed"
 
     def _reduce_by_sample(

@@ -22,6 +22,9 @@ class Batch(NamedTuple):
     weights: Tensor
     log_weights: Tensor
     """Logarithms of the weights; a low finite number for weight 0."""
+    own: Tensor | None = None
+    """Similarities to the samples' classes [B], without gradient, for losses that adjust the
+    negatives."""
 
 
 class Engine(NamedTuple):

@@ -85,7 +85,8 @@ def dense(problem: Problem) -> Parts:
     if problem.log_weights is not None:
         offset = problem.log_weights + offset
     offset = offset.unsqueeze(1) if isinstance(offset, Tensor) else offset
-    z = (factor * S + offset).scatter(1, label_column, -torch.inf)
+    phi = S if problem.adjust is None else problem.adjust(S)[0]
+    z = (factor * phi + offset).scatter(1, label_column, -torch.inf)
     if problem.is_shard:
         S, z = S[:, :classes], z[:, :classes]
     if problem.ignore_above is not None:
@@ -101,6 +102,16 @@ def dense(problem: Problem) -> Parts:
     if problem.class_weight is not None:
         push = (problem.class_weight * push).sum()
     return Parts(positive, push, None, distance)
+
+
+@torch.no_grad()
+def own_similarity(
+    x: Tensor, proxies: Tensor, labels: Tensor, form: LossForm, gamma: float
+) -> Tensor:
+    """Return the similarity of each sample to its class [B], without gradient."""
+    w = proxies[labels]  # [B, K, D]
+    s = torch.einsum("bd,bkd->kb", x, w) * inverse_length(w)[0].T
+    return reduce_proxies(s, form.similarity, gamma)
 
 
 def join_by_sample(form: LossForm, positive: Tensor, negatives: Tensor) -> Tensor:

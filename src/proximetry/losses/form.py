@@ -9,7 +9,7 @@ Every loss here is a grouped log-sum-exp over class similarities. A `LossForm` n
 
 The margin is two short methods of the loss itself (`ProxyLoss.positive_logit` and
 `ProxyLoss.negative_logit`): any function for the positive, ``scale · S + offset`` for the
-negatives.
+negatives. `ProxyLoss.adjust_negatives` may replace S by a function φ(S) of each entry.
 """
 
 from collections.abc import Callable
@@ -43,6 +43,10 @@ class LossForm:
             raise ValueError(f"a loss by {self.by} must have join='separate', got {self.join!r}")
 
 
+Adjustment = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Returns φ(S) and dφ/dS for similarities [B, n] to any classes."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """The input of an engine: a batch, the proxies, and the logits of the negatives."""
@@ -69,6 +73,9 @@ class Problem:
     """Whether sample-wise losses need the sum of a sample's similarities."""
     needs_distance: bool = False
     """Whether the loss has an intra-class term."""
+    adjust: Adjustment | None = None
+    """With it, the negative logit is ``scale · φ(S) + offset``. Not for the fused engine, and not
+    with ``needs_total``."""
     ignore_above: float | None = None
     """Negatives with S(x, c) above this have logit -inf; the sum of similarities includes them."""
     update: Callable[[slice, Tensor], None] | None = None

@@ -91,6 +91,8 @@ def fused(problem: Problem) -> Parts:
             f"the fused engine needs at most {MAX_FUSED_K} proxies per class, got {k}. "
             "Use engine='auto'."
         )
+    if problem.adjust is not None:
+        raise ValueError("the fused engine cannot adjust negatives. Use engine='auto'.")
     is_learned = any(is_tensor(value) and value.requires_grad for value in inputs[2:])
     if problem.form.by == "class" and is_learned:
         return streamed(problem)  # the kernels do not compute the gradient of these scales

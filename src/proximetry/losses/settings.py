@@ -58,6 +58,7 @@ finite = number("float", -MAX_VALUE, MAX_VALUE, f"a finite number of at most {MA
 positive = number("float > 0", 1 / MAX_VALUE, MAX_VALUE, f"positive and at most {MAX_VALUE:g}")
 non_negative = number("float ≥ 0", 0.0, MAX_VALUE, f"between 0 and {MAX_VALUE:g}")
 cosine_margin = number("−2 ≤ float ≤ 2", -2.0, 2.0, "between -2 and 2")
+at_least_one = number("float ≥ 1", 1.0, MAX_VALUE, f"between 1 and {MAX_VALUE:g}")
 fraction = number("0 ≤ float ≤ 1", 0.0, 1.0, "between 0 and 1")
 share = number("0 < float ≤ 1", 1 / MAX_VALUE, 1.0, "above 0 and at most 1")
 similarity = number("−1 ≤ float ≤ 1", -1.0, 1.0, "between -1 and 1")

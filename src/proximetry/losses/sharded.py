@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from proximetry._util.tensors import common_random_numbers, gather_rows
-from proximetry.losses.dense import pull_by_class
+from proximetry.losses.dense import own_similarity, pull_by_class
 from proximetry.losses.form import Parts, Problem
 from proximetry.losses.proxies import Init, Proxies, draw
 
@@ -66,9 +66,10 @@ def shard(loss: Loss, group: dist.ProcessGroup | None = None) -> Loss:
             f"num_classes must be at least the number of ranks, {ranks}; got "
             f"{proxies.num_classes}. Use fewer ranks."
         )
+    seed = int(torch.randint(2**62, ()))
     if proxies.weight.is_meta:  # the other tensors do not depend on the dimension
         loss.load_state_dict(_other_state(loss.rebuild(dim=1)), strict=False, assign=True)
-    shared: list[Any] = [_other_state(loss), int(torch.randint(2**62, ()))]
+    shared: list[Any] = [_other_state(loss), seed]
     if ranks > 1:
         dist.broadcast_object_list(shared, group=group, group_src=0)
         loss.load_state_dict(shared[0], strict=False)
@@ -216,6 +217,14 @@ class ShardedBatch:
         nothing = share == 0
         lse = (peak + share.masked_fill(nothing, 1.0).log()).masked_fill(nothing, -torch.inf)
         return Parts(positive, lse, total, distance)
+
+    @torch.no_grad()
+    def own_similarity(self, x: Tensor, proxies: Tensor, labels: Tensor, *form: Any) -> Tensor:
+        """Do the same as `dense.own_similarity`, with the proxies of all ranks."""
+        labels, outside = self._own_labels(labels)
+        own = own_similarity(x, proxies, labels.masked_fill(outside, 0), *form)
+        total: Tensor = self.proxies.sum(own.masked_fill(outside, 0.0))[0]
+        return total
 
     def _reduce_by_class(
         self, loss: ProxyLoss, engine: Engine, problem: Problem, batch: Batch, reduction: Any

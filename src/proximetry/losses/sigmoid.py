@@ -12,8 +12,17 @@ from torch import Tensor, nn
 
 from proximetry.losses.base import ProxyLoss
 from proximetry.losses.batch import Batch
-from proximetry.losses.form import LossForm
-from proximetry.losses.settings import count, finite, non_negative, positive, setting
+from proximetry.losses.dense import softplus
+from proximetry.losses.form import Adjustment, LossForm
+from proximetry.losses.settings import (
+    at_least_one,
+    count,
+    finite,
+    fraction,
+    non_negative,
+    positive,
+    setting,
+)
 
 
 class _Sigmoid(ProxyLoss):
@@ -107,3 +116,58 @@ class UniFace(_Sigmoid, name="uniface"):
     def join(self, positive: Tensor, negatives: Tensor) -> Tensor:
         """Weight the negatives."""
         return super().join(positive, self.negative_share * negatives)
+
+
+class SphereFace2(_Sigmoid, name="sphereface2"):
+    """SphereFace2 (Wen et al. 2022), with the margin in cosine (SphereFace2-C).
+
+    ``mean_i [ (λ/r) log(1 + e^{−r(g(S_iy) − m) − b}) + ((1 − λ)/r) Σ_{c≠y} log(1 + e^{z_ic}) ]``
+    with z = r(g(S) + m) + b and g(S) = 2((S + 1)/2)^t − 1. b is trained; it starts at the value of
+    the authors' code, for similarities of 0. The gradient is that of the formula; in the authors'
+    code the derivative of g is 1, and the loss is multiplied by 50.
+    """
+
+    use = "Faces with a similarity threshold, without a softmax over the classes."
+    scale: float = setting(positive, "scale r", default=40.0)
+    margin: float = setting(finite, "margin m, in g(S)", default=0.4)
+    exponent: float = setting(at_least_one, "exponent t of g", default=3.0)
+    positive_share: float = setting(fraction, "weight λ of the positives", default=0.7)
+
+    def starting_bias(self, arguments: dict[str, Any]) -> float:
+        """Return the bias of the authors' code; for λ = 1 the value for the smallest weight."""
+        share: float = min(arguments["positive_share"], 1.0 - 1e-6)
+        odds = max(share, 1e-6) / ((1.0 - share) * max(1, arguments["num_classes"] - 1))
+        zero: float = 2.0 * 0.5 ** arguments["exponent"] - 1.0  # g(0)
+        scale: float = arguments["scale"]
+        margin: float = arguments["margin"]
+        root = math.hypot(1 - odds, 2 * math.sqrt(odds) * math.exp(min(-scale * margin, 300)))
+        if odds < 1.0:
+            last = math.log(1.0 - odds + root)
+        else:  # without cancellation
+            last = math.log(4 * odds) - 2 * scale * margin - math.log(max(root + odds - 1, 1e-300))
+        return math.log(2.0 * odds) - scale * (zero + margin) - last
+
+    def positive_logit(self, similarity: Tensor, batch: Batch) -> Tensor:
+        """Return −r(g(S) − m) − b."""
+        g, _ = self.adjust_negatives(batch)(similarity)
+        return -self.scale * (g - self.margin) - self._bias(batch)
+
+    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:
+        """Return scale and offset of r(g(S) + m) + b."""
+        return self.scale, self.scale * self.margin + self._bias(batch)
+
+    def adjust_negatives(self, batch: Batch) -> Adjustment:
+        """Return a function for g(S) and its derivative."""
+        exponent = self.exponent
+
+        def adjust(similarity: Tensor) -> tuple[Tensor, Tensor]:
+            half = (0.5 * (similarity + 1.0)).clamp(min=0.0)
+            power = half ** (exponent - 1.0)
+            return 2.0 * half * power - 1.0, exponent * power
+
+        return adjust
+
+    def join(self, positive: Tensor, negatives: Tensor) -> Tensor:
+        """Weight positives and negatives."""
+        share = self.positive_share
+        return (share * softplus(positive) + (1.0 - share) * negatives) / self.scale

@@ -127,6 +127,10 @@ class MagFace(NormSoftmax, name="magface"):
 
     def positive_logit(self, similarity: Tensor, batch: Batch) -> Tensor:
         """Return λ cos(θ + m(‖x‖))."""
+        if self.length_min >= self.length_max:
+            raise ValueError(
+                f"length_max must be above length_min, {self.length_min}; got {self.length_max}"
+            )
         slope = (self.margin_max - self.margin_min) / (self.length_max - self.length_min)
         margin = self.margin_min + slope * (self._length(batch) - self.length_min)
         return self.scale * add_angle(similarity, margin)

@@ -79,7 +79,7 @@ class _Tiled:
         self.is_by_entry = problem.form.by == "entry"
         bounds = (scale, problem.offset)
         bound = sum(torch.inf if isinstance(value, Tensor) else abs(value) for value in bounds)
-        self.is_bounded = bound < SAFE_EXPONENT and not self.is_by_entry
+        self.is_bounded = bound < SAFE_EXPONENT and not self.is_by_entry and not problem.adjust
         if problem.log_weights is not None:
             self.offset = problem.log_weights + self.offset
             self.is_bounded &= not problem.has_weights
@@ -87,25 +87,26 @@ class _Tiled:
             self.offset = self.offset.unsqueeze(1)
         self.tiles = list(chunks(len(self.proxies), size))
 
-    def logits(self, tile: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def logits(self, tile: slice) -> tuple[Any, ...]:
         """Return the negative logits [B, T] of a tile, -inf where the class is the sample's.
 
-        Also return the cosines [K, B, T], the similarities [B, T] and the inverse lengths [T, K]
-        of the proxies.
+        Also return the cosines [K, B, T], the similarities [B, T], the inverse lengths [T, K] of
+        the proxies, φ(S) and its derivative, which is None without `Problem.adjust`.
         """
         s, inverse = cosines(self.x, self.proxies[tile])
         S = reduce_proxies(s, *self.reduction)
+        phi, slope = (S, None) if self.problem.adjust is None else self.problem.adjust(S)
         if isinstance(self.scale, float):
-            z = torch.add(self.offset, S, alpha=self.scale)
+            z = torch.add(self.offset, phi, alpha=self.scale)
         else:
-            z = (S * self.scale).add_(self.offset)
+            z = (phi * self.scale).add_(self.offset)
         column, width = (self.labels - tile.start).unsqueeze(1), z.shape[1]
         inside = (column >= 0) & (column < width)
         column.clamp_(0, width - 1)
         z.scatter_(1, column, z.gather(1, column).masked_fill(inside, -torch.inf))
         if self.problem.ignore_above is not None:
             z.masked_fill_(S > self.problem.ignore_above, -torch.inf)
-        return z, s, S, inverse
+        return z, s, S, inverse, phi, slope
 
     def weigh_classes(self, values: Tensor, tile: slice) -> Tensor:
         """Multiply the entries [B, T] of a tile by the weights of the classes, in place."""
@@ -131,6 +132,9 @@ class _Tiled:
         s: Tensor,
         S: Tensor,
         inverse: Tensor,
+        phi: Tensor,
+        slope: Tensor | None,
+        *,
         direct: Tensor | None = None,
     ) -> None:
         """Add the gradients of all inputs from ``g`` = ∂L/∂logit; overwrite g and s.
@@ -139,10 +143,12 @@ class _Tiled:
         the gradient of the proxies overwrites that of the previous tile.
         """
         if gradients.scale is not None:
-            gradients.scale.add_((g * S).sum(1))
+            gradients.scale.add_((g * phi).sum(1))
         if gradients.offset is not None:
             gradients.offset.add_(g.sum(1))
         g.mul_(self.scale)
+        if slope is not None:
+            g.mul_(slope)
         if direct is not None:
             g.add_(direct.unsqueeze(1))
         g = spread_gradient(g, s, S, *self.reduction)
@@ -352,12 +358,12 @@ class _BySample(torch.autograd.Function):
             gradients = tiled.empty_gradients(ctx.needs_input_grad[1:])
             only_tile, ctx.only_tile = ctx.only_tile, None
             for tile in tiled.tiles:
-                z, s, S, inverse = only_tile or tiled.logits(tile)
+                z, *parts = only_tile or tiled.logits(tile)
                 if tiled.is_by_entry:
                     g = tiled.weigh_classes(z.sigmoid_(), tile)
                 else:
                     g = z.sub_(lse).exp_()
                 g.mul_(grad_lse.unsqueeze(1))
-                tiled.add_tile(gradients, tile, g, s, S, inverse, direct=grad_total)
+                tiled.add_tile(gradients, tile, g, *parts, direct=grad_total)
                 finish.tile(gradients, tile)
             return None, *finish.complete(gradients)
