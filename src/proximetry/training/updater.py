@@ -311,9 +311,8 @@ class Updater:
         if self.teacher is not None:
             with torch.no_grad(), autocast(self.recipe.training.precision, self.world.device):
                 teacher = torch.cat([embed(self.teacher, chunk, self.stage) for chunk in pixels])
-        if self.world.size > 1:
-            # All ranks compute the same loss, even if it draws random numbers.
-            torch.manual_seed(derive_seed(self.recipe.training.seed, step))
+        # Any number of ranks computes the same loss, even if it draws random numbers.
+        torch.manual_seed(derive_seed(self.recipe.training.seed, step))
         if self._gathers:
             embeddings = gather_with_gradient(embeddings)
             teacher = None if teacher is None else gather_with_gradient(teacher)
