@@ -97,6 +97,12 @@ def settings(name: str) -> str:
     )
 
 
+def own_settings(name: str) -> str:
+    """Return the settings of a loss without those that a page with several losses names once."""
+    declared = specific_settings(LOSSES[name])
+    return settings_table({key: one for key, one in declared.items() if key not in COMMON})
+
+
 def shared_settings() -> str:
     """Return the table of the settings of all losses."""
     return settings_table(ProxyLoss.settings())
@@ -228,12 +234,16 @@ def default(value: Any) -> str:
     return f"`{json.dumps(plain) if isinstance(plain, bool | list | dict) else plain}`"
 
 
+#: Settings that most losses have.
+COMMON = ("label_smoothing", "proxies_per_class")
+
 PARTS: dict[str, Callable[..., str]] = {
     "datasets": datasets,
     "recipe_keys": recipe_keys,
     "recipes": recipes,
     "signature": signature,
     "settings": settings,
+    "own_settings": own_settings,
     "shared_settings": shared_settings,
     "use": use,
     "losses": losses,
