@@ -22,7 +22,7 @@ import skimage.data
 from PIL import Image
 from playwright.sync_api import Locator, Page, sync_playwright
 
-from proximetry import check
+from proximetry import Run, check
 from proximetry.models import Embedder
 from proximetry.search import contact_sheet, index
 
@@ -34,6 +34,7 @@ PHOTOS = (
     "gravel.png", "hubble_deep_field.jpg", "retina.jpg", "rocket.jpg",
 )  # fmt: skip
 PARTS = {
+    "calibration": "#calibration",
     "metrics": "#metrics",
     "curves": "#curves",
     "queries": "#queries",
@@ -63,6 +64,7 @@ def main() -> None:
             save("neighbors", clip(page, page.locator("body")))
             health(page, photos, Path(folder))
             report(page, run / "report.html")
+            extended_run(page, run, photos, Path(folder))
             with served(gallery.path) as address:
                 search_page(page, address, queries[0])
             with served(run / "gallery") as address:
@@ -118,7 +120,23 @@ def report(page: Page, file: Path) -> None:
     """Take screenshots of parts of the report of the run."""
     page.goto(file.resolve().as_uri())
     for name, part in PARTS.items():
-        save(f"report-{name}", clip(page, page.locator(part)))
+        limit = 960 if name == "calibration" else 830
+        save(f"report-{name}", clip(page, page.locator(part), limit))
+
+
+def extended_run(page: Page, run: Path, photos: Path, folder: Path) -> None:
+    """Take a screenshot of the report of the demo, extended by classes of photographs."""
+    for photo in sorted(photos.glob("*/*.jpg")):
+        split = "test" if photo.stem >= "08" else "train"
+        target = folder / "more" / split / photo.parent.name
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(photo, target / photo.name)
+    extended = Run(run).extend(folder / "more", folder / "extended", epochs=1)
+    page.goto(extended.report().resolve().as_uri())
+    for table in page.locator("#metrics .plots > *").all():
+        if not table.inner_text().startswith("Extension"):
+            table.evaluate("table => { table.hidden = true }")
+    save("extend", clip(page, page.locator("#metrics .plots")))
 
 
 def search_page(page: Page, address: str, query: Path) -> None:
@@ -142,14 +160,14 @@ def search_map(page: Page, address: str) -> None:
     save("search-map", page.screenshot())
 
 
-def clip(page: Page, part: Locator) -> bytes:
-    """Take a screenshot of the beginning of a part, with a margin."""
+def clip(page: Page, part: Locator, limit: int = 830) -> bytes:
+    """Take a screenshot of the beginning of a part, with a margin, of limited height."""
     part.evaluate("part => part.scrollIntoView()")
     page.wait_for_timeout(1000)  # pictures are loaded when they come into view
     box = part.bounding_box()
     assert box is not None
     left, top = max(0, box["x"] - 16), max(0, box["y"] + page.evaluate("scrollY") - 16)
-    width, height = min(box["width"] + 32, WIDE["width"]), min(box["height"] + 32, 830)
+    width, height = min(box["width"] + 32, WIDE["width"]), min(box["height"] + 32, limit)
     area = {"x": left, "y": top, "width": width, "height": height}
     return page.screenshot(full_page=True, clip=area)
 

@@ -77,6 +77,11 @@ def test_explain_needs_token(shared):
         ({"data": {"id": 3}}, 422, "result"),
         ({"data": {"result": 3}}, 422, "pass an image, or the id"),
         ({"data": {"id": 3, "result": 3, "k": 5}}, 422, "no field 'k'"),
+        (
+            {"data": {"id": 3, "result": 3}, "files": {"image": b"hello"}},
+            422,
+            "up to 1 query image",
+        ),
         ({"data": {"result": 3}, "files": {"image": b"hello"}}, 415, "not an image"),
         ({"data": {"result": 3}, "files": {"image": bomb()}}, 415, "too large"),
     ],

@@ -480,22 +480,24 @@ def _add_search(app: FastAPI, service: Service) -> None:
         try:
             options = _parse_form(form, ExplainForm)
             ids = [] if options.id is None else [options.id]
-            (query,) = _query_images(form.getlist("image"), ids, [options.box])
+            (query,) = _query_images(form.getlist("image"), ids, [options.box], limit=1)
             content = await service.explain(query, options.result)
         finally:
             await form.close()
         return Response(content, media_type="image/webp")
 
 
-def _query_images(uploads: list[Any], ids: list[int], boxes: list[str]) -> list[QueryImage]:
+def _query_images(
+    uploads: list[Any], ids: list[int], boxes: list[str], limit: int = MAX_QUERIES
+) -> list[QueryImage]:
     """Return the query images of a form: uploads first, then images of the gallery."""
     files = [upload for upload in uploads if isinstance(upload, UploadFile)]
     queries = [QueryImage(read=upload.file.read) for upload in files]
     queries += [QueryImage(item=item) for item in ids]
     if not queries:
         raise UsageError("pass an image, or the id of one in the gallery")
-    if len(queries) > MAX_QUERIES:
-        raise UsageError(f"pass up to {MAX_QUERIES} query images, got {len(queries)}")
+    if len(queries) > limit:
+        raise UsageError(f"pass up to {pluralize(limit, 'query image')}, got {len(queries)}")
     if len(boxes) > len(queries):
         raise UsageError(f"{len(boxes)} boxes for {pluralize(len(queries), 'query image')}")
     return [
