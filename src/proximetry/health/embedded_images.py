@@ -55,12 +55,8 @@ class EmbeddedImages:
             gallery = Gallery.build(identity, names, folder, vectors=vectors)
             for start in range(0, total, _BLOCK):
                 block = slice(start, min(start + _BLOCK, total))
-                found = gallery.search(vectors[block], k + 1)
-                # An image is not its own neighbor; its copies may come before it.
-                other = found.ids != np.arange(total)[block, None]
-                other[:, -1] &= ~other.all(1)
-                neighbors[block] = found.ids[other].reshape(-1, k)
-                cosines[block] = found.similarities[other].reshape(-1, k)
+                found = gallery.search(np.arange(total)[block], k)  # ids, without themselves
+                neighbors[block], cosines[block] = found.ids, found.similarities
                 progress(block.stop, total)
         return cls(catalog.subset(rows), rows, vectors, neighbors, cosines, has_files)
 

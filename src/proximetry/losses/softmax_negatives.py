@@ -1,7 +1,7 @@
 """Softmax losses that change the similarities of hard negatives."""
 
 from dataclasses import InitVar
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from proximetry.losses.settings import (
     setting,
 )
 from proximetry.losses.softmax import add_angle
-
-MarginKind = Literal["cosine", "angle"]
+from proximetry.losses.softmax_margins import MarginKind
 
 
 class _Adjusted(ProxyLoss):
