@@ -2,12 +2,15 @@
 
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import tarfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -80,15 +83,26 @@ def test_workers_and_threads_decode_the_same_pixels(catalog, in_threads, workers
     assert not started
 
 
-@pytest.mark.parametrize("moment", [1, 9])
-def test_killed_workers_are_replaced_by_threads(catalog, in_threads, workers, tmp_path, moment):
-    def kill(done, _):
-        if done == moment:
-            for worker in workers():
-                os.kill(worker.pid, signal.SIGKILL)
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize(("number", "share"), [(1, 0), (1, 0.5), (3, 0.5)])
+def test_killed_workers_are_replaced_by_threads(
+    catalog, in_threads, tmp_path, monkeypatch, number, share
+):
+    """Killed before and in the middle of their n-th message."""
+    test, sent, send = os.getpid(), [], Connection.send
 
+    def send_or_die(self, message):
+        sent.append(message)
+        if os.getpid() != test and len(sent) == number:
+            content = pickle.dumps(message)
+            start = struct.pack("!i", len(content)) + content
+            os.write(self.fileno(), start[: int(share * len(start))])
+            os.kill(os.getpid(), signal.SIGKILL)
+        send(self, message)
+
+    monkeypatch.setattr(Connection, "send", send_or_die)
     with pytest.warns(UserWarning, match="continues in threads"):
-        cache = PixelCache.build(catalog, 32, tmp_path / "home", policy="skip", progress=kill)
+        cache = PixelCache.build(catalog, 32, tmp_path / "home", policy="skip")
     assert (cache.flat == in_threads[0]).all()
     assert cache.bad == in_threads[1]
 

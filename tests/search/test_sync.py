@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from pathlib import Path
 
@@ -204,6 +205,8 @@ def test_watch_indexes_a_growing_folder(home):
     pngs = sorted((home / "images").rglob("*.png"))
     shutil.copy(pngs[0], "drop/a.png")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    limit = threading.Timer(120, process.kill)
+    limit.start()
 
     def wait_for(token):
         lines = []
@@ -232,5 +235,6 @@ def test_watch_indexes_a_growing_folder(home):
         assert "stopped" in output
         assert process.returncode == 0
     finally:
+        limit.cancel()
         process.kill()
     assert Gallery.open("g").rows(Gallery.open("g").ids())["path"] == [str(home / "drop/b.png")]

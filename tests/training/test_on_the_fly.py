@@ -27,15 +27,13 @@ def workers(monkeypatch):
     monkeypatch.setattr(loader, "MIN_IMAGES", 4)
     monkeypatch.setattr(loader, "cores", lambda: 2)
     started = set()
-    start = loader._Tasks.loader
+    start = loader._Workers.__init__
 
     def note(self, *arguments):
-        before = {*multiprocessing.active_children()}
-        iterator = start(self, *arguments)
-        started.update({*multiprocessing.active_children()} - before)
-        return iterator
+        start(self, *arguments)
+        started.update(self._processes)
 
-    monkeypatch.setattr(loader._Tasks, "loader", note)
+    monkeypatch.setattr(loader._Workers, "__init__", note)
     return started
 
 
@@ -116,28 +114,23 @@ def test_run_whose_worker_is_killed_continues_in_threads(
     cached_run, workers, tmp_path, monkeypatch
 ):
     recipe, out = cached_run
-    read, armed = loader._Tasks.__getitem__, tmp_path / "armed"
+    decode, armed = loader.decode, tmp_path / "armed"
 
-    def die(self, chunk):
+    def die(*arguments, **options):
         if armed.exists():
             armed.unlink(missing_ok=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        return read(self, chunk)
+        return decode(*arguments, **options)
 
     class ArmAfterFirstEpoch(Callback):
         def on_epoch_end(self, run, line):
             if line["epoch"] == 1:
                 armed.touch()
 
-    monkeypatch.setattr(loader._Tasks, "__getitem__", die)
+    monkeypatch.setattr(loader, "decode", die)
     none = with_(recipe, "data", cache="none")
-    # A DataLoader in the main thread, as in other tests, installs a handler that raises there.
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        with pytest.warns(UserWarning, match="continues in threads"):
-            train(none, tmp_path / "run", callbacks=[ArmAfterFirstEpoch()])
-    finally:
-        signal.signal(signal.SIGCHLD, handler)
+    with pytest.warns(UserWarning, match="continues in threads"):
+        train(none, tmp_path / "run", callbacks=[ArmAfterFirstEpoch()])
     assert not armed.exists()
     assert_same_run(tmp_path / "run", out)
 

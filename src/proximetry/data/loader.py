@@ -1,8 +1,8 @@
 """The image loader of training, evaluation, embedding and indexing.
 
-Forked worker processes of a `torch.utils.data.DataLoader` decode and resize image files ahead of
-their use. Forking next to CUDA and threads is safe, because workers run Pillow only. Threads decode
-small sets of images, and all images on systems other than Linux.
+Forked worker processes decode and resize image files ahead of their use. Forking next to CUDA and
+threads is safe, because workers run Pillow only. Threads decode small sets of images, and all
+images on systems other than Linux.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Generic, TypeAlias, TypeVar
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader
 
 from proximetry._util.machine import cores
 from proximetry.data.catalog import Catalog
@@ -40,6 +41,7 @@ Result = TypeVar("Result")
 MIN_IMAGES = 64  # fewer are decoded by threads, which start sooner than processes
 _CHUNK = 8  # images per message to a worker
 _POLL_SECONDS = 0.5
+_forking = threading.Lock()
 
 
 def decode(file: str, size: Size, interpolation: Interpolation) -> Array | ImageError:
@@ -156,32 +158,28 @@ def parallel_map(
     """
     items = iter(items)
     head = list(islice(items, MIN_IMAGES))
-    workers = max(1, cores() // processes)
+    count = max(1, cores() // processes)
     files = all(isinstance(item, str | os.PathLike) for item in head)
     if len(head) < MIN_IMAGES or not files or sys.platform != "linux":
-        yield from _map_in_threads(function, chain(head, items), workers, prefetch)
+        yield from _map_in_threads(function, chain(head, items), min(8, count), prefetch)
         return
-    tasks = _Tasks(function, chain(head, items))
-    try:
-        for results in tasks.loader(workers, prefetch):
-            tasks.pending.popleft()
-            yield from results
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        warnings.warn(
-            f"image decoding continues in threads, which is slower: {error}", stacklevel=2
-        )
-        unfinished = (item for chunk in chain(tasks.pending, tasks) for item in chunk)
-        yield from _map_in_threads(function, unfinished, workers, prefetch)
-    if tasks.error is not None:
-        raise tasks.error
+    with closing(_Workers(function, count)) as workers:
+        ahead = max(2 * count, -(-prefetch // _CHUNK))
+        parts = _chunked(chain(head, items))
+        with closing(_map_in_threads(workers.apply, parts, count, ahead)) as results:
+            for result in results:
+                yield from result
+
+
+def _chunked(items: Iterator[Item]) -> Iterator[list[Item]]:
+    while chunk := list(islice(items, _CHUNK)):
+        yield chunk
 
 
 def _map_in_threads(
-    function: Callable[[Item], Result], items: Iterator[Item], workers: int, prefetch: int
+    function: Callable[[Item], Result], items: Iterator[Item], threads: int, prefetch: int
 ) -> Generator[Result]:
-    pool = ThreadPoolExecutor(min(8, workers))
+    pool = ThreadPoolExecutor(threads)
     pending: deque[Future[Result]] = deque()
     try:
         for item in items:
@@ -194,67 +192,55 @@ def _map_in_threads(
         pool.shutdown(cancel_futures=True)
 
 
-@dataclass
-class _Tasks(Generic[Item, Result]):
-    """Chunks of items: dataset and sampler of a `DataLoader`.
+class _Workers(Generic[Item, Result]):
+    """Forked processes that apply a function to lists of items, each for one thread at a time.
 
-    Attributes:
-        function: called with each item.
-        items: items not sent yet.
-        pending: chunks sent to workers whose results have not arrived.
-        error: from iterating the items; raised in a `DataLoader`, it would keep workers alive.
+    The main process keeps no copy of a worker's end of its connection, so that reading from a
+    worker that was killed ends, even in the middle of a message.
     """
 
-    function: Callable[[Item], Result]
-    items: Iterator[Item]
-    pending: deque[list[Item]] = field(default_factory=deque)
-    error: Exception | None = None
+    def __init__(self, function: Callable[[Item], Result], count: int) -> None:
+        self._function = function
+        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        fork, self._processes = multiprocessing.get_context("fork"), []
+        with _forking, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python 3.12 warns of threads
+            for _ in range(count):
+                ours, theirs = multiprocessing.Pipe()
+                arguments = function, theirs, os.getpid()
+                process = fork.Process(target=_work, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._idle.put(ours)
 
-    def __iter__(self) -> Iterator[list[Item]]:
+    def apply(self, items: list[Item]) -> list[Result]:
+        """Return ``function(item)`` for each item, from an idle worker if it is alive."""
+        connection = self._idle.get()
         try:
-            while chunk := list(islice(self.items, _CHUNK)):
-                self.pending.append(chunk)
-                yield chunk
-        except Exception as error:
-            self.error = error
+            connection.send(items)
+            answer = connection.recv()
+        except (EOFError, OSError):
+            message = "a worker process was killed; image decoding continues in threads"
+            warnings.warn(f"{message}, which is slower", stacklevel=2)
+            return [self._function(item) for item in items]
+        finally:
+            self._idle.put(connection)
+        if isinstance(answer, Exception):
+            raise answer
+        return cast(list[Result], answer)
 
-    def __getitem__(self, chunk: list[Item]) -> list[Result]:
-        return [self.function(item) for item in chunk]
-
-    def loader(self, workers: int, prefetch: int) -> Iterator[list[Result]]:
-        """Start workers that stop when the iterator is deleted."""
-        loader: Any = DataLoader(
-            self,  # type: ignore[arg-type]
-            sampler=self,
-            batch_size=None,
-            collate_fn=list,  # arrays stay arrays
-            generator=torch.Generator(),  # the default generator would advance torch's global state
-            num_workers=workers,
-            prefetch_factor=max(2, -(-prefetch // (_CHUNK * workers))),
-            multiprocessing_context=multiprocessing.get_context("fork"),
-            worker_init_fn=partial(_start_worker, os.getpid()),
-        )
-        # In another thread a DataLoader cannot install its signal handler, which would raise errors
-        # about killed workers anywhere in the program.
-        started: Future[Iterator[list[Result]]] = Future()
-
-        def start() -> None:
-            try:
-                with warnings.catch_warnings():
-                    # Python 3.12 warns of threads, torch of more workers than cores.
-                    warnings.simplefilter("ignore")
-                    started.set_result(iter(loader))
-            except BaseException as error:
-                started.set_exception(error)
-
-        thread = threading.Thread(target=start)
-        thread.start()
-        thread.join()
-        return started.result()
+    def close(self) -> None:
+        """End the workers."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+            process.close()
 
 
-def _start_worker(parent: int, number: int) -> None:
-    """Ignore interrupts, and exit when the parent process does."""
+def _work(function: Callable[[Any], Any], connection: Connection, parent: int) -> None:
+    """Apply a function to the lists of items that arrive, while the parent process lives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -264,3 +250,10 @@ def _start_worker(parent: int, number: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+    while True:
+        items = connection.recv()
+        try:
+            connection.send([function(item) for item in items])
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            connection.send(error)
