@@ -4,7 +4,8 @@ python -m benchmarks.calibration NAME=vectors.npz [NAME=vectors.npz …] [--halv
 
 The files are those of `proximetry embed`, with vectors and labels of classes that were not trained
 on. Prints, for each target, the median and the range of the rate divided by the target, and how
-many halves are within a factor of two.
+many halves are within a factor of two. Another line shows how much halves differ: the range for
+the one threshold that meets FAR 1e-3 over all classes.
 """
 
 import argparse
@@ -26,7 +27,10 @@ def measure(name: str, file: str, halves: int) -> None:
     vectors, labels = catalog.vectors, np.asarray(catalog.labels)
     classes = np.unique(labels)
     rates = defaultdict[tuple[str, float], list[tuple[float, float]]](list)
-    errors, curves = list[float](), list[str]()
+    errors, curves, exact = list[float](), list[str](), list[float]()
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    differs = labels[:, None] != labels
+    accepted = (unit @ unit.T >= np.quantile((unit @ unit.T)[differs], 1 - 1e-3)) & differs
     for seed in range(halves):
         chosen = np.random.default_rng(seed).permutation(classes)[: len(classes) // 2]
         first = np.isin(labels, chosen)
@@ -37,6 +41,8 @@ def measure(name: str, file: str, halves: int) -> None:
                 pair = rate.false_accepts / rate.target, rate.true_accepts
                 rates[kind, rate.target].append(pair)
         errors.append(result.error)
+        half = np.ix_(~first, ~first)
+        exact.append(accepted[half].sum() / differs[half].sum() / 1e-3)
         curves.append(calibration.curve)
     for (kind, target), values in rates.items():
         ratio, accepted = np.array(values).T
@@ -48,7 +54,9 @@ def measure(name: str, file: str, halves: int) -> None:
         )
     print(
         f"{name}: {len(classes)} classes, {len(labels)} images; calibration error "
-        f"{np.mean(errors):.3f} (maximum {max(errors):.3f}); {curves.count('isotonic')} isotonic",
+        f"{np.mean(errors):.3f} (maximum {max(errors):.3f}); {curves.count('isotonic')} isotonic; "
+        f"one threshold for all: {min(exact):.2f}–{max(exact):.2f}, within a factor of √2 on "
+        f"{sum(2**-0.5 <= ratio <= 2**0.5 for ratio in exact)} of {halves}",
         file=sys.stderr,
         flush=True,
     )

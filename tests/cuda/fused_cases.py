@@ -65,18 +65,29 @@ def value_and_gradients(loss, x, y, *args, **kwargs):
     return value.detach(), x.grad, *(p.grad for p in loss.parameters())
 
 
-def errors(name, shape, *args, precision="float32", settings=None, reduction="mean"):
+def errors(name, shape, *args, precision="float32", settings=None, reduction="mean", draw=None):
     """The relative errors of value and gradients against the dense engine in float64."""
     size, classes, dim, k = shape
     x, y = batch(size, classes, dim)
     settings = settings or {}
     loss = make(name, classes, dim, k, "fused", precision=precision, **settings)
     reference = make(name, classes, dim, k, "dense", **settings).double()
+    if draw is not None:
+        x = draw(x)
+        for one in (loss, reference):
+            one.proxies.weight.data = draw(one.proxies.weight.data)
     got = value_and_gradients(loss, x, y, *args, reduction=reduction)
     expected = value_and_gradients(reference, x, y, *args, reduction=reduction)
     # Learned numbers have gradients that nearly cancel out.
     floors = [1e-6] * 3 + [0.1] * len(got[3:])
     return [distance(*pair) for pair in zip(got, expected, floors, strict=True)]
+
+
+def exact_in_bf16(x):
+    """Keep the signs of 4ⁿ dimensions, so that bf16 represents unit vectors exactly."""
+    count = 4 ** int(math.log(x.shape[-1], 4) + 1e-9)
+    kept = torch.zeros_like(x).scatter_(-1, x.abs().topk(count).indices, 1.0)
+    return torch.where(x < 0, -kept, kept)
 
 
 def distance(got, expected, floor=1e-6):
@@ -97,6 +108,20 @@ def test_fused_equals_dense_in_float64(name, shape):
 )
 def test_random_shapes(name, shape):
     assert max(errors(name, shape)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    list(zip(4 * NAMES, random_shapes(4 * len(NAMES)), strict=True))
+    if ON_GPU
+    else [(name, (9, 5, 20, 2)) for name in NAMES],
+    ids=str,
+)
+def test_bf16_random_shapes(name, shape):
+    """Rounding moves the slopes of cosines by up to 0.004, and other vectors (see the next test)."""
+    value, *gradients = errors(name, shape, precision="bf16", draw=exact_in_bf16)
+    assert value <= 1e-5
+    assert max(gradients) <= 6e-3
 
 
 @pytest.mark.parametrize("name", ["proxy_anchor", "soft_triple"])
@@ -442,18 +467,19 @@ def test_autocast_and_compile():
 
 
 @pytest.mark.parametrize(("rule", "settings"), OPTIMIZERS)
-@pytest.mark.parametrize("name", ["mpa", "soft_triple", "proxy_anchor"])
+@pytest.mark.parametrize("name", ["mpa", "soft_triple"] if ON_GPU else ["soft_triple"])
 def test_update_in_backward_equals_a_step_after_backward(name, rule, settings, monkeypatch):
     monkeypatch.setattr(fused_module, "CHUNK_BYTES", 1)
-    loss = make(name, 150, 24, 2, "fused").train()
-    plain = make(name, 150, 24, 2, "dense").double().train()
+    classes, dim = (150, 24) if ON_GPU else (70, 8)
+    loss = make(name, classes, dim, 2, "fused").train()
+    plain = make(name, classes, dim, 2, "dense").double().train()
     loss.proxy_optimizer = rule(loss.proxies, **settings).to(DEVICE)
     step = rule(plain.proxies, **settings).double().to(DEVICE)
-    for seed in (1, 2, 3):
-        x, y = batch(9, 150, 24, seed)
+    for seed in (1, 2):
+        x, y = batch(9, classes, dim, seed)
         value, grad_x, none = value_and_gradients(loss, x, y)
         expected, expected_x, gradient = value_and_gradients(plain, x, y)
-        step.update(slice(0, 150), gradient)
+        step.update(slice(0, classes), gradient)
         assert none is None
         assert distance(value, expected) <= 3e-5
         assert distance(grad_x, expected_x) <= 3e-5
