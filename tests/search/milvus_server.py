@@ -28,7 +28,8 @@ class MilvusServer:
 
     def start(self):
         # A short lease: a new process waits for the lease of a killed one.
-        options = ["--data", self.home / "data", "--proxy-port", self.port]
+        # Unlike --proxy-port, proxy.port does not fall back to another port after a restart.
+        options = ["--data", self.home / "data", "--extra-config", f"proxy.port={self.port}"]
         options += ["--extra-config", "common.session.ttl=5"]
         with (self.home / "log.txt").open("a") as log:
             self._process = subprocess.Popen(

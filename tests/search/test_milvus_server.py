@@ -1,5 +1,6 @@
 """Galleries on a real Milvus server, which the tests start, kill and start again."""
 
+import signal
 import threading
 import time
 from pathlib import Path
@@ -191,6 +192,87 @@ def test_searches_survive_a_restart(milvus_server):
     gallery.add(make_table(30, 3), vectors=make_vectors(3, seed=1))
     assert len(gallery) == 33
     gallery.close()
+
+
+def test_page_serves_milvus(server, milvus_server, embedder, images, tmp_path):
+    httpx = pytest.importorskip("httpx")
+    from tests.web.browser import CHROMIUM, Visit, ranks
+    from tests.web.conftest import start as serve
+
+    address, model = milvus_server.address("served"), tmp_path / "model"
+    embedder.save(model)
+    with Gallery.build(embedder, Catalog.from_folder(images), address) as gallery:
+        ids = gallery.ids()
+        expected = gallery.search(ids[:1], 3)
+        rows = gallery.rows(ids)
+    environment = {"PROXIMETRY_CACHE": str(tmp_path / "cache")}
+    process, url = serve(server, tmp_path / "log", address, "--model", model, **environment)
+    with httpx.Client(base_url=url, timeout=60) as client:
+        while (info := client.get("gallery")).status_code == 503:
+            time.sleep(0.1)
+        assert (info.json()["name"], info.json()["images"]) == ("served", 48)
+        found = client.post("search", data={"id": str(ids[0]), "k": 3}).json()
+        assert [int(one["id"]) for one in found["results"]] == expected.ids[0].tolist()
+        with open(rows["path"][5], "rb") as file:
+            found = client.post("search", files={"image": file}, data={"k": 2}).json()
+        assert found["results"][0]["file"] == rows["path"][5]
+        assert found["results"][0]["similarity"] > 0.999
+        where = {"id": str(ids[0]), "where": ["label=class03", "split!=test"]}
+        found = client.post("search", data=where).json()
+        assert {one["label"] for one in found["results"]} == {"class03"}
+        missing = client.post("search", data={"id": str(ids[0]), "where": "label=class99"})
+        assert (missing.status_code, "class99" in missing.text) == (422, True)
+        image = client.get(found["results"][0]["image"], params={"size": 64})
+        assert image.headers["content-type"] == "image/png"
+        while (points := client.get("map")).status_code == 202:
+            time.sleep(0.1)
+        assert sorted(map(int, points.json()["ids"])) == ids.tolist()
+        assert "proximetry_gallery_images 48" in client.get("metrics").text
+        if CHROMIUM:
+            sync_api = pytest.importorskip("playwright.sync_api")
+            with sync_api.sync_playwright() as playwright:
+                chromium = playwright.chromium.launch(
+                    executable_path=CHROMIUM, args=["--no-sandbox"]
+                )
+                visit = Visit(chromium, url)
+                visit.page.locator("#grid .card").first.click()
+                assert ranks(visit.page)[:2] == ["1", "2"]
+                visit.page.goto(f"{url}#item/{ids[0]}")
+                visit.page.wait_for_url(f"**#item/{ids[0]}")
+                assert ranks(visit.page)[:2] == ["1", "2"]
+                visit.end()
+                chromium.close()
+        milvus_server.kill()
+        begin = time.monotonic()
+        for request in (
+            client.build_request("POST", "search", data={"id": str(ids[0])}),
+            client.build_request("GET", f"items/{ids[0]}"),
+        ):
+            answer = client.send(request)
+            assert (answer.status_code, "Milvus does not answer" in answer.text) == (503, True)
+        assert time.monotonic() - begin < 40
+        assert client.get("healthz").status_code == 200
+        milvus_server.start()
+        assert milvus_server.wait()
+        while client.post("search", data={"id": str(ids[0])}).status_code != 200:
+            time.sleep(0.5)
+    process.send(signal.SIGINT)
+    assert process.ended() == 0, process.output()
+    assert "Traceback" not in process.output()
+
+
+def test_wrong_port_is_reported(server, milvus_server, embedder, tmp_path):
+    address = "milvus://127.0.0.1:1/birds"
+    embedder.save(tmp_path / "model")
+    code = """
+from proximetry.cli import main
+sys.exit(main(["serve", *sys.argv[1:]]))
+"""
+    process = start(server, tmp_path, "log", code, address, "--model", tmp_path / "model")
+    begin = time.monotonic()
+    assert process.ended() == 1
+    assert time.monotonic() - begin < 30
+    assert f"{address}: no answer. Is Milvus running there" in process.output()
 
 
 def test_address_options(milvus_server):

@@ -417,6 +417,11 @@ class MilvusGallery(Gallery):
         super().__init__(collection.address.folder, str(collection.address), collection)
         self._opened = time.time_ns()
 
+    def limit_calls(self, seconds: float) -> None:
+        """Raise MilvusError if the server does not answer a call in time."""
+        client = self._snapshot.client
+        client.call_seconds, client.retry_seconds = seconds, 0.0
+
     def close(self) -> None:
         """Disconnect from the server; the gallery cannot be used afterwards."""
         self._snapshot.client.close()

@@ -93,11 +93,16 @@ class Address:
         return cache_folder() / "milvus" / hashlib.sha256(where.encode()).hexdigest()[:32]
 
 
+class MilvusError(ValueError):
+    """An error that Milvus reports, or a server that does not answer."""
+
+
 class MilvusClient:
     """A client of Milvus that waits for a restarted server, and whose errors name the gallery."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
+        self.call_seconds, self.retry_seconds = CALL_SECONDS, RETRY_SECONDS
         self.pymilvus = import_optional("pymilvus", "milvus", "A gallery on Milvus")
         logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # it logs errors that it raises
         if address.local:
@@ -115,11 +120,11 @@ class MilvusClient:
                 reason = "cannot be opened: another process uses it, or it is not a Milvus file"
             elif address.db:
                 reason += f" Does the database {address.db} exist?"
-            raise ValueError(f"{address}: {reason}") from error
+            raise MilvusError(f"{address}: {reason}") from error
 
     def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any, timeout: float = CALL_SECONDS, **options: Any) -> Any:
-            end = time.monotonic() + RETRY_SECONDS
+        def call(*arguments: Any, timeout: float = self.call_seconds, **options: Any) -> Any:
+            end = time.monotonic() + self.retry_seconds
             while True:
                 try:
                     return getattr(self._client, name)(*arguments, timeout=timeout, **options)
@@ -132,7 +137,7 @@ class MilvusClient:
                     if not transient or time.monotonic() > end:
                         reason = getattr(error, "message", None) or error
                         message = f"{self.address}: Milvus reports: {reason}"
-                        raise ValueError(message) from error
+                        raise MilvusError(message) from error
                 time.sleep(0.5)
 
         return call

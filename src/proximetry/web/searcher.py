@@ -26,6 +26,7 @@ from proximetry.data import open_image
 from proximetry.models import Embedder
 from proximetry.search import Gallery, SearchResult
 from proximetry.search.conditions import Where
+from proximetry.search.milvus_client import MilvusError
 from proximetry.web.live_gallery import LiveGallery
 
 log = logging.getLogger("proximetry.web")
@@ -160,12 +161,15 @@ class Searcher:
         try:
             self._answer_batch(jobs)
         except Exception as error:  # a bug; other queries are answered
-            if len(jobs) == 1:
+            waiting = [job for job in jobs if not job.future.done()]
+            if isinstance(error, MilvusError):  # it would not answer the others either
+                for job in waiting:
+                    job.future.set_exception(error)
+            elif len(jobs) == 1:
                 log.exception("a search failed")
                 jobs[0].future.set_exception(error)
-                return
-            for job in jobs:
-                if not job.future.done():
+            else:
+                for job in waiting:
                     self._answer([job])
 
     def _answer_batch(self, jobs: list[_Job]) -> None:
