@@ -50,6 +50,7 @@ class MilvusServer:
 
     def wait(self, seconds=60):
         """Wait until it answers; return whether it does."""
+        from grpc import RpcError
         from pymilvus import MilvusClient, MilvusException
 
         end = time.monotonic() + seconds
@@ -59,7 +60,7 @@ class MilvusServer:
                     client = MilvusClient(f"http://127.0.0.1:{self.port}", timeout=5)
                     client.list_collections(timeout=5)
                     return True
-            except MilvusException:
+            except (MilvusException, RpcError):
                 pass
             time.sleep(0.2)
         return False

@@ -591,6 +591,7 @@ class Gallery:
 
     def verify(self, progress: Progress | None = None) -> None:
         """Verify the checksums of all files of the current version; raise ValueError if damaged."""
+        self._check_local("verify")
         segments = Snapshot.open(self.path).manifest.segments
         for number, info in enumerate(segments):
             check_segment(self.path, info)
@@ -752,8 +753,8 @@ class Gallery:
     def outliers(self, *, progress: Progress | None = None) -> list[Outlier]:
         """Find images that are far from all others, the farthest first.
 
-        Their log distance to the 10 nearest images is over three robust standard deviations above
-        the median.
+        Their mean distance to the 5 nearest images, as a logarithm, is over 5 robust standard
+        deviations above the median, as in `proximetry check`.
         """
         return find_outliers(self._snapshot, progress or ignore)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from proximetry._util.errors import UsageError, suggest
-from proximetry._util.files import cache_folder
 from proximetry._util.formatting import format_value
 from proximetry._util.imports import import_optional
 
@@ -33,7 +31,6 @@ _OPTIONS = {
     "shards": ("[1-9][0-9]{0,2}", "an integer from 1 to 999"),
     "replicas": ("[1-9][0-9]{0,2}", "an integer from 1 to 999"),
     "partition": (_NAME, "a name"),
-    "rescore": ("[01]", "0 or 1"),
 }
 
 
@@ -50,7 +47,6 @@ class Address:
     shards: int = 1
     replicas: int = 0  # the number that is loaded, or 1, if 0
     partition: str = ""  # all if empty
-    rescore: int = 0  # whether similarities are computed from the vectors, not by the server
 
     def __str__(self) -> str:
         return self.text
@@ -85,12 +81,6 @@ class Address:
             f"invalid address of a gallery on Milvus: {text}. Use milvus://host:19530/collection "
             "or milvus:file.db/collection; collection names have letters, digits and _."
         )
-
-    @property
-    def folder(self) -> Path:
-        """The local folder of the vectors that several processes embed together."""
-        where = f"{self.uri}/{self.db}/{self.collection}"
-        return cache_folder() / "milvus" / hashlib.sha256(where.encode()).hexdigest()[:32]
 
 
 class MilvusError(ValueError):

@@ -274,12 +274,6 @@ class Snapshot:
             hits.positions[few], hits.scores[few] = self.store.search([part], queries[few], k)
         return hits
 
-    def blocks(self) -> Iterator[tuple[IntArray, FloatArray]]:
-        """Yield positions and vectors of all rows."""
-        positions = self.allowed_positions(self.alive)
-        for part in chunks(len(positions), 1024):
-            yield positions[part], self.vectors(positions[part])
-
     def mark_deleted(self, ids: IntArray) -> Manifest:
         """Write the file of removed ids; return the manifest that names it."""
         all_deleted = np.union1d(self.deleted, ids)
