@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from proximetry._util.errors import UsageError
+from proximetry.metrics import label_model
 from proximetry.search import Gallery, metadata, outliers
 from proximetry.search.exact import Hits
 from tests.search.conftest import DIM, make_embedder, names
@@ -62,7 +64,13 @@ def test_missing_neighbors_do_not_count(clustered, monkeypatch, missing):
 
     monkeypatch.setattr(outliers, "find_nearest", find_few)
     assert {one.id for one in clustered.outliers()[:2]} == {300, 301}
+    of = label_model._Scores.of
+    votes = []
+    monkeypatch.setattr(
+        label_model._Scores, "of", lambda *one: votes.append(of(*one)[1]) or of(*one)
+    )
     found = {one.id: one.suggestion for one in clustered.label_errors()}
+    assert torch.cat(votes).sum(1).max() < 0.31  # 3 votes of 10
     assert (found[7], found[100]) == ("class7", "class0")
     assert set(found) <= {7, 100, 300, 301}
 
