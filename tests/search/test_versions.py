@@ -159,7 +159,7 @@ def test_gallery_commands(gallery, call, tmp_path, monkeypatch):
     assert lines[1].endswith("58 images  (current)")
     assert "gallery: 60 images" in call("gallery", "rollback")
     assert json.loads(call("gallery", "rollback", "gallery", 2, "--json"))["images"] == 58
-    assert "no version 77" in call("gallery", "rollback", "gallery", 77, code=2)
+    assert "no version 77" in call("gallery", "rollback", 77, code=2)
     assert "every search is exact" in call("gallery", "compact", "gallery", "--keep", "2h")
     versions = json.loads(call("gallery", "versions", "gallery", "--json"))["versions"]
     assert [one["images"] for one in versions] == [60, 58, 60, 58, 58]

@@ -42,8 +42,8 @@ def index(
 
     Args:
         images: a folder, image file, CSV or Parquet table or tar file, several of these, or a
-            catalog; or a .parquet, .npz or .npy file of vectors with any other columns, for a
-            gallery without images.
+            catalog; or a .parquet, .npz or .npy file of vectors with any other columns, such as
+            `proximetry embed` writes, which are not embedded again.
         out: folder or Milvus address of the gallery; by default the folder "gallery".
         model: an embedder, or any source of `Embedder.load`. By default the gallery's embedder or,
             for a new gallery, a pretrained network from an installed package.
