@@ -133,7 +133,7 @@ def test_merged_galleries_search_like_one(gallery, embedder, tmp_path, index, mo
     scores = queries @ (stored / np.linalg.norm(stored, axis=1, keepdims=True)).T
     expected = np.argsort(-scores, 1)[:, :5]
     assert np.array_equal(merged.search(queries, 5, exact=index is not None).ids, expected)
-    assert merged._indexes() == [index or "Flat"]
+    assert merged._snapshot.index_kinds == [index or "Flat"]
     assert merged.embedder.fingerprint() == embedder.fingerprint()
 
 

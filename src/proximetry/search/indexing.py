@@ -18,7 +18,7 @@ from proximetry.search import metadata
 from proximetry.search.gallery import Gallery
 from proximetry.search.manifest import EMBEDDER, GALLERY, MANIFEST, Report, is_milvus
 from proximetry.search.new_images import BadImages
-from proximetry.search.sync import Changes, sync_images
+from proximetry.search.sync import Changes
 
 Model: TypeAlias = Embedder | str | os.PathLike[str] | None
 """An embedder, a source of `Embedder.load`, or None."""
@@ -126,7 +126,7 @@ def update(
     """Add the new images of a table to a gallery; with folders, synchronize these."""
     gallery.skipped = []
     if folders is not None:
-        changes = sync_images(gallery, table, folders, **options)
+        changes = gallery.sync(table, folders=folders, **options)
     else:
         is_indexed = gallery.contains(metadata.values(table["path"]))
         if any(is_indexed):

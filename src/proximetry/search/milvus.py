@@ -31,6 +31,7 @@ from proximetry._util.types import IntArray, Progress
 from proximetry.models import Embedder
 from proximetry.search import indexes, metadata
 from proximetry.search.conditions import Where, parse_where
+from proximetry.search.effort import DEFAULT, Effort
 from proximetry.search.exact import FloatArray, Hits, Scores, exact_scores, merge_hits
 from proximetry.search.gallery import Gallery
 from proximetry.search.manifest import Manifest, Report, ignore
@@ -200,10 +201,35 @@ class Collection:
             self._check_found(allowed)
         return np.concatenate(ids)
 
-    def sample(self, field: str, count: int = MAX_K) -> list[Any]:
+    def _sample(self, field: str, count: int) -> list[Any]:
         """Return a field of up to `count` rows; ids are hashes, so the first rows are a sample."""
         rows = self._query(filter="id >= 0", output_fields=[field], limit=min(count, MAX_K))
         return [restore(row[field]) for row in rows]
+
+    def sample_ids(self, count: int) -> IntArray:
+        """Return the ids of up to `count` random images."""
+        return np.array(self._sample("id", count), np.int64)
+
+    def count_labels(self) -> dict[str, int]:
+        """Return the number of images of each class, in a sample if there are more than 16 384."""
+        return dict(Counter(filter(None, self._sample("label", MAX_K))))
+
+    @property
+    def index_kinds(self) -> list[str]:
+        """The index."""
+        return [indexes.EXACT if self.kind == "FLAT" else self.kind]
+
+    @property
+    def needs_compaction(self) -> bool:
+        """Whether another kind of index fits the number of images."""
+        kinds = {choose_index(self.manifest.index, len(self))[0], self.kind}
+        return len(kinds) > 1 and "AUTOINDEX" not in kinds
+
+    def view(self) -> Collection:
+        """Return a copy for one search, which keeps the metadata of its results."""
+        viewed = copy(self)
+        viewed.records = {}
+        return viewed
 
     def ids(self, positions: IntArray) -> IntArray:
         """Return positions, which are ids."""
@@ -247,15 +273,19 @@ class Collection:
         scores = exact_scores(queries, vectors, self.manifest.similarity)
         return np.where(positions >= 0, scores, -np.inf)
 
-    def search(self, queries: FloatArray, k: int, allowed: Mapping[str, str]) -> Hits:
+    def search(
+        self, queries: FloatArray, k: int, allowed: Mapping[str, str], effort: Effort = DEFAULT
+    ) -> Hits:
         """Return the k nearest of the allowed rows."""
+        if effort != DEFAULT:
+            raise UsageError("nprobe, ef, refine and exact are not supported on Milvus")
         if k > MAX_K:
             raise UsageError(f"k must be at most {format_int(MAX_K)} on Milvus, got {k}")
         compressed = self.kind == "IVF_SQ8"
         count = min(indexes.compressed_candidates(k), MAX_K) if compressed else k
-        effort = {"ef": min(max(indexes.EF_SEARCH, 2 * count), 2 * MAX_K)}
+        params = {"ef": min(max(indexes.EF_SEARCH, 2 * count), 2 * MAX_K)}
         if self.kind.startswith("IVF"):
-            effort = {"nprobe": indexes.choose_nprobe(self.nlist)}
+            params = {"nprobe": indexes.choose_nprobe(self.nlist)}
         fields = ["vector"] * compressed + [*TEXTS, OTHERS] * (self.records is not None)
         parts = [Hits(np.empty((0, k), np.int64), np.empty((0, k)))]
         for part in chunks(len(queries), max(1, self._batch // count)):
@@ -266,7 +296,7 @@ class Collection:
                 filter=" and ".join(allowed.values()),
                 limit=count,
                 output_fields=fields,
-                search_params={"params": effort if self.kind[:3] in ("IVF", "HNS") else {}},
+                search_params={"params": params if self.kind[:3] in ("IVF", "HNS") else {}},
                 **self._reading,
             )
             parts.append(merge_hits([self._read(queries[part], lists, count)], k))
@@ -350,10 +380,10 @@ class MilvusGallery(Gallery):
         collection = Collection.create(client, manifest, count)
         built = cls(collection)
         built._embedder = embedder
-        new_images.report(indexes.describe(built._indexes()[0], count, prefix="Milvus "))
+        new_images.report(indexes.describe(collection.index_kinds[0], count, prefix="Milvus "))
         if not new_images.embedded:  # continue an interrupted build
             new_images.exclude(collection.positions(ids_of(new_images.table)) >= 0)
-        built._write(new_images, replace=True)
+        built._add(new_images, collection, replace=True)
         if len(built.skipped) == count:
             raise ValueError(f"{pluralize(count, 'image')} cannot be read: {built.skipped[0]}")
         client.alter_collection_properties(collection.name, {collection.completed: "1"})
@@ -392,14 +422,6 @@ class MilvusGallery(Gallery):
     def _read_snapshot(self) -> Collection:
         return Collection(self._snapshot.client).load()
 
-    def _view(self) -> Collection:
-        view = copy(self._snapshot)  # it keeps the metadata of the results
-        view.records = {}
-        return view
-
-    def _indexes(self) -> list[str]:
-        return [indexes.EXACT if self._snapshot.kind == "FLAT" else self._snapshot.kind]
-
     @property
     def embedder(self) -> Embedder:
         """The embedder that built the gallery, if it was passed."""
@@ -410,27 +432,13 @@ class MilvusGallery(Gallery):
             )
         return self._embedder
 
-    def count_labels(self) -> dict[str, int]:
-        """Return the number of images of each class, in a sample if there are more than 16 384."""
-        return dict(Counter(filter(None, self._snapshot.sample("label"))))
-
-    def sample_ids(self, count: int) -> IntArray:
-        """See `Gallery.sample_ids`."""
-        return np.sort(np.array(self._snapshot.sample("id", count), np.int64))
-
-    def _check_new(self, snapshot: Any, table: Any) -> None:
-        """Accept all images: existing ones are replaced."""
-
-    def _embed(self, new_images: NewImages) -> None:
-        """Embed nothing yet: `_write` embeds and writes one part after the other."""
-
-    def _write(self, new_images: NewImages, *, replace: bool) -> IntArray:
-        collection = self._snapshot
+    def _add(self, new_images: NewImages, snapshot: Any, *, replace: bool) -> IntArray:
+        """Embed and write one part after the other; existing images are replaced."""
         ids, self.skipped = [np.empty(0, np.int64)], new_images.skipped
         for part in new_images.parts():
             if not part.embedded:
-                part.embed(self.embedder, collection.manifest.embedder, self.path)
-            ids.append(collection.write(part))
+                part.embed(self.embedder, snapshot.manifest.embedder, self.path)
+            ids.append(snapshot.write(part))
             part.discard()
             part.progress(len(part.table), len(part.table))
         return np.concatenate(ids)
@@ -442,12 +450,6 @@ class MilvusGallery(Gallery):
         for part in chunks(len(positions), _MAX_ROWS):
             targets = positions[part].tolist()
             collection.client.delete(collection.name, targets, partition_name=partition or None)
-
-    @property
-    def needs_compaction(self) -> bool:
-        """Whether another kind of index fits the number of images."""
-        kinds = {choose_index(self.index, len(self))[0], self._snapshot.kind}
-        return len(kinds) > 1 and "AUTOINDEX" not in kinds
 
     def compact(self, *, progress: Progress | None = None, report: Report | None = None) -> None:
         """Reclaim the space of removed rows, and build the index that fits the number of images.
@@ -463,4 +465,4 @@ class MilvusGallery(Gallery):
             client.release_collection(name)
             client.drop_index(name, "vector")
         self._snapshot.load(count)
-        (report or ignore)(indexes.describe(self._indexes()[0], count, prefix="Milvus "))
+        (report or ignore)(indexes.describe(self._snapshot.index_kinds[0], count, prefix="Milvus "))
