@@ -703,10 +703,14 @@ class Gallery:
         return self.search(queries, k, **options).predictions
 
     def serve(self, host: str = "127.0.0.1", port: int = 8000, token: str | None = None) -> None:
-        """Serve the search page of the gallery until Ctrl-C; see `proximetry.web.serve`."""
+        """Serve the search page of the gallery until Ctrl-C; see `proximetry.web.serve`.
+
+        Searches of a gallery on a GPU stay there, and do not see changes by other processes.
+        """
         import proximetry  # web is a higher package, used by this method only
 
-        proximetry.web.serve(self if is_milvus(self.name) else self.path, host, port, token)
+        source = self if self._scan_device or is_milvus(self.name) else self.path
+        proximetry.web.serve(source, host, port, token)
 
     def duplicates(
         self, threshold: float | None = None, *, progress: Progress | None = None
