@@ -41,7 +41,7 @@ class Effort(NamedTuple):
             raise UsageError(f"exact cannot be combined with {', '.join([*chosen][:-1])}")
 
 
-DEFAULT = Effort()
+DEFAULT_EFFORT = Effort()
 
 
 def measure_recall(snapshot: Snapshot, sample: int, k: int, effort: Effort) -> float:

@@ -582,7 +582,10 @@ class Gallery:
         self.close()
 
     def verify(self, progress: Progress | None = None) -> None:
-        """Verify the checksums of all files of the current version; raise ValueError if damaged."""
+        """Verify the checksums of all files of the current version; raise ValueError if damaged.
+
+        Galleries on Milvus do not support this.
+        """
         self._check_local("verify")
         segments = Snapshot.open(self.path).manifest.segments
         for number, info in enumerate(segments):

@@ -31,7 +31,7 @@ from proximetry._util.types import IntArray, Progress
 from proximetry.models import Embedder
 from proximetry.search import indexes, metadata
 from proximetry.search.conditions import Where, parse_where
-from proximetry.search.effort import DEFAULT, Effort
+from proximetry.search.effort import DEFAULT_EFFORT, Effort
 from proximetry.search.exact import FloatArray, Hits, Scores, exact_scores, merge_hits
 from proximetry.search.gallery import Gallery
 from proximetry.search.manifest import Manifest, Report, ignore
@@ -274,10 +274,14 @@ class Collection:
         return np.where(positions >= 0, scores, -np.inf)
 
     def search(
-        self, queries: FloatArray, k: int, allowed: Mapping[str, str], effort: Effort = DEFAULT
+        self,
+        queries: FloatArray,
+        k: int,
+        allowed: Mapping[str, str],
+        effort: Effort = DEFAULT_EFFORT,
     ) -> Hits:
         """Return the k nearest of the allowed rows."""
-        if effort != DEFAULT:
+        if effort != DEFAULT_EFFORT:
             raise UsageError("nprobe, ef, refine and exact are not supported on Milvus")
         if k > MAX_K:
             raise UsageError(f"k must be at most {format_int(MAX_K)} on Milvus, got {k}")

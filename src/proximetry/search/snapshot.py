@@ -15,7 +15,7 @@ import torch
 from proximetry._util.types import IntArray
 from proximetry.search import indexes, metadata
 from proximetry.search.conditions import Where
-from proximetry.search.effort import DEFAULT, Effort
+from proximetry.search.effort import DEFAULT_EFFORT, Effort
 from proximetry.search.exact import FloatArray, Hits, Mask, Part, Scores, Store, merge_hits, take
 from proximetry.search.gpu_scan import GpuScan
 from proximetry.search.manifest import DamagedGalleryError, Manifest, read_manifest
@@ -229,7 +229,9 @@ class Snapshot:
         names, scan = [info.name for info in self.manifest.segments], previous.gpu_scan
         self.gpu_scan = None if device is None else GpuScan(self.store, names, device, scan)
 
-    def search(self, queries: FloatArray, k: int, allowed: Any, effort: Effort = DEFAULT) -> Hits:
+    def search(
+        self, queries: FloatArray, k: int, allowed: Any, effort: Effort = DEFAULT_EFFORT
+    ) -> Hits:
         """Return the k nearest of the allowed rows, by an index or an exact scan."""
         k = min(k, self.max_k)
         if self.gpu_scan is not None:
