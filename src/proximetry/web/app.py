@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,12 +34,15 @@ from proximetry.models.explain import is_explainable
 from proximetry.search import Gallery
 from proximetry.search.conditions import Where, parse_conditions
 from proximetry.search.duplicates import ROUNDING
+from proximetry.search.milvus_client import MilvusError
 from proximetry.search.prediction import vote
 from proximetry.web.gallery_map import MAX_POINTS, MapError, MapMaker
 from proximetry.web.live_gallery import SIZES, LiveGallery, to_json_value
 from proximetry.web.middleware import MAX_BYTES, error_response
 from proximetry.web.request_metrics import RequestMetrics
 from proximetry.web.searcher import MAX_PIXELS, Box, QueryImage, Searcher, read_query
+
+log = logging.getLogger("proximetry.web")
 
 T = TypeVar("T")
 Form = TypeVar("Form", bound=BaseModel)
@@ -299,7 +303,7 @@ class Service:
         return GalleryInfo(
             name=self.gallery.name,
             version=gallery.version,
-            images=len(gallery),
+            images=self.gallery.count(),
             dim=gallery.dim,
             similarity=gallery.similarity,
             index=gallery.index,
@@ -428,6 +432,11 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(ImageError)
     async def unreadable(request: Request, error: ImageError) -> Response:
         return error_response(415, f"the upload is {shorten(error.reason, 300)}")
+
+    @app.exception_handler(MilvusError)
+    async def unavailable(request: Request, error: MilvusError) -> Response:
+        log.warning("%s", error)
+        return error_response(503, "Milvus does not answer the request; see the server's log")
 
     @app.exception_handler(ClientDisconnect)
     async def disconnected(request: Request, error: ClientDisconnect) -> Response:
@@ -628,7 +637,7 @@ def _add_gallery(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", summary="Metrics, for Prometheus", response_class=PlainTextResponse)
     async def get_metrics(request: Request) -> PlainTextResponse:
-        images = len(await service.run(service.gallery.current))
+        images = await service.run(service.gallery.count)
         metrics: RequestMetrics = request.scope.get("proximetry.metrics") or RequestMetrics()
         text = metrics.render(images, service.gallery.reloads)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
