@@ -17,9 +17,7 @@ import pytest
 
 from proximetry.cli import main
 from proximetry.search import Gallery
-from proximetry.web import app as application
-from proximetry.web import service
-from proximetry.web import make_app, middleware
+from proximetry.web import make_app, middleware, service
 from proximetry.web.middleware import AccessMiddleware, RateLimit
 from tests.processes import Process
 from tests.search.conftest import make_embedder
@@ -223,7 +221,7 @@ def test_requests_get_503_while_the_gallery_loads(shared, monkeypatch):
         warm_up(gallery)
 
     monkeypatch.setattr(service, "_warm_up", slow)
-    app = application.make_app(shared.path, wait=False)
+    app = make_app(shared.path, wait=False)
 
     with TestClient(AccessMiddleware(app), base_url="http://localhost") as client:
         answer = client.get("/gallery")
