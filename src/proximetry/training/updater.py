@@ -14,7 +14,7 @@ from proximetry._util.errors import UsageError
 from proximetry._util.tensors import chunks
 from proximetry.kernels.cuda_graphs import GraphedNetwork
 from proximetry.losses.gathered_loss import gather_with_gradient
-from proximetry.models import Embedder
+from proximetry.models import Embedder, Preprocessing
 from proximetry.models.embedder import Stage
 from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import LossConfig, Recipe
@@ -165,6 +165,16 @@ def embed(embedder: Embedder, pixels: Tensor, stage: Stage) -> Tensor:
     return embedder.project(embedder.features(pixels, stage))
 
 
+def resize_crops(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
+    """Resize uint8 crops [B, 3, H, W] to the input size of another embedder."""
+    if pixels.shape[2:] == preprocessing.crop:
+        return pixels
+    resized = F.interpolate(
+        pixels.float(), preprocessing.crop, mode=preprocessing.interpolation, antialias=True
+    )
+    return resized.clamp_(0, 255).round_().to(torch.uint8)
+
+
 class BatchLoss(nn.Module):
     """The loss of a batch of pixels."""
 
@@ -183,7 +193,8 @@ class Updater:
     Attributes:
         network: pixels to embeddings, wrapped for the GPU or for several processes.
         average: the exponential moving average of the embedder's weights, if there is one.
-        teacher: the embedder that `loss.relational` follows, or None.
+        teacher: the embedder that `loss.relational` follows, or None; a saved one gets the crops
+            in its own input size.
         scaler: gradient scaler for float16.
         graph: whether the network, and its loss if possible, run as a CUDA graph.
     """
@@ -205,6 +216,7 @@ class Updater:
         self.embedder, self.objective, self.optimizer = embedder, objective, optimizer
         self.average = copy.deepcopy(embedder) if recipe.training.ema else None
         self.teacher = teacher
+        self._resizes = teacher is not None and stage == "pixels" and teacher.takes_images
         if objective.relational is not None and teacher is None and self.average is not None:
             self.teacher = as_teacher(self.average)
         self.scaler = torch.amp.GradScaler(
@@ -310,6 +322,8 @@ class Updater:
         teacher = None
         if self.teacher is not None:
             with torch.no_grad(), autocast(self.recipe.training.precision, self.world.device):
+                if self._resizes:
+                    pixels = [resize_crops(chunk, self.teacher.preprocessing) for chunk in pixels]
                 teacher = torch.cat([embed(self.teacher, chunk, self.stage) for chunk in pixels])
         # Any number of ranks computes the same loss, even if it draws random numbers.
         torch.manual_seed(derive_seed(self.recipe.training.seed, step))
