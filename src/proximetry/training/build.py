@@ -157,10 +157,10 @@ def load_teacher(
     teacher.requires_grad_(False)
     if world.device.type == "cuda":
         teacher.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    ours, theirs = (one.preprocessing for one in (embedder, teacher))
+    before, now = teacher.preprocessing, embedder.preprocessing
     resizes = data.stage == "pixels" and embedder.takes_images and teacher.takes_images
-    if data.stage != "features" and ours != theirs and not resizes:
-        raise RecipeError(f"loss.teacher {name} takes another input than the run: {theirs}, {ours}")
+    if data.stage != "features" and before != now and not resizes:
+        raise RecipeError(f"loss.teacher {name} takes {before}, but the run takes {now}")
     if data.stage == "features":  # computed by the backbone of the run
         states = (one.backbone.state_dict() for one in (teacher, embedder))
         ours, theirs = ({name: value.cpu() for name, value in state.items()} for state in states)

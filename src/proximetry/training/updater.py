@@ -79,11 +79,20 @@ class Objective(nn.Module):
         for key, is_set in (
             ("exclusive", config.exclusive),
             ("angular_center", config.angular_center),
+            ("nested_dims", config.nested_dims),
+            ("proxy_momentum", config.proxy_momentum is not None),
             ("optimization", self.projected),
             ("sharded", config.sharded),
         ):
             if is_set and proxies is None:
                 raise RecipeError(f"loss.{key} needs proxies; loss {config.name} has none")
+        self.nested_dims = config.nested_dims
+        self.proxy_momentum = config.proxy_momentum
+        self._batch: tuple[Tensor, Tensor] | None = None
+        if proxies is not None and self.proxy_momentum is not None:
+            if proxies.proxies_per_class > 1:
+                raise RecipeError("loss.proxy_momentum needs one proxy per class")
+            proxies.weight.requires_grad_(False)
         self.after_step()  # project before the first step too: the loss depends on proxy norms
         self.exclusive = losses.ExclusiveRegularizer(config.exclusive) if config.exclusive else None
         self.angular_center = (
@@ -94,7 +103,12 @@ class Objective(nn.Module):
     def forward(self, embeddings: Tensor, labels: Tensor, teacher: Tensor | None = None) -> Tensor:
         """Return the sum of the terms, for the embeddings and those of the teacher."""
         ramp = self.loss.ramp() if isinstance(self.loss, losses.ProxyLoss) else 1.0
+        parts = [self.loss(embeddings, labels, truncate_dim=d) for d in self.nested_dims]
         total: Tensor = self.loss(embeddings, labels)  # calling the loss advances the ramp
+        if parts:
+            total = torch.stack([*parts, total]).mean()
+        if self.proxy_momentum is not None:
+            self._batch = embeddings.detach(), labels
         if self.exclusive is not None and self.proxies is not None:
             total = total + ramp * self.exclusive(self.proxies)
         if self.angular_center is not None and self.proxies is not None:
@@ -110,7 +124,9 @@ class Objective(nn.Module):
             type(self.loss) in losses.LOSSES.values()
             and isinstance(self.loss, losses.ProxyLoss)
             and self.loss.proxy_optimizer is None
-            and self.loss.sampled_negatives == 1.0
+            and self.loss.sampled_negatives == self.loss.sampled_dims == 1.0
+            and self.loss.synthesis == 0.0
+            and self.proxy_momentum is None
             and self.exclusive is None
             and self.angular_center is None
             and self.relational is None
@@ -122,7 +138,11 @@ class Objective(nn.Module):
         return self.proxies.weight if isinstance(self.proxies, losses.ShardedProxies) else None
 
     def after_step(self) -> None:
-        """Project the proxies onto the unit sphere, if the recipe sets it."""
+        """Update or project the proxies, if the recipe sets it."""
+        if self.proxies is not None and self._batch is not None:
+            assert self.proxy_momentum is not None
+            self.proxies.update_mean_(*self._batch, self.proxy_momentum)
+            self._batch = None
         if self.projected and self.proxies is not None:
             self.proxies.project_()
 
