@@ -24,7 +24,7 @@ STUDENT = {"model.dim": 5, "model.image_size": 16, "training.epochs": 2}
 @pytest.fixture(scope="module")
 def teacher(images, cache, tmp_path_factory):
     out = tmp_path_factory.mktemp("distill") / "teacher"
-    train(make_recipe(images, cache), out, device="cpu")
+    train(make_recipe(images, cache, training={"epochs": 8}), out, device="cpu")
     return out
 
 
@@ -37,10 +37,11 @@ def test_student_follows_the_teacher_more_closely_than_one_trained_alone(teacher
     divergence = {}
     for weight in (0.0, 30.0):
         settings = {**STUDENT, "loss.relational": weight, "training.epochs": 6}
+        settings["evaluation.protocol"] = "last"
         distill(teacher, tmp_path / str(weight), settings, device="cpu")
         student = vectors(tmp_path / str(weight), images)
         divergence[weight] = RelationalLoss()(student, expected).item()
-    assert divergence[30.0] < 0.7 * divergence[0.0]
+    assert divergence[30.0] < 0.6 * divergence[0.0]
     losses = [line["loss"] for line in RunFolder(tmp_path / "30.0").history()[1:]]
     assert losses[-1] < losses[0]
     assert Embedder.load(teacher, "cpu").fingerprint() == before
