@@ -256,8 +256,8 @@ class ProxyLoss(ConfigurableModule):
             proxies: Tensor = self.proxies.weight
             dims = self._choose_dims(truncate_dim, None if shard is None else shard.seed)
             if dims is not None:
-                dims = dims.to(proxies.device)
-                embeddings, proxies = embeddings[:, dims], proxies[:, :, dims].contiguous()
+                embeddings, proxies = embeddings[:, dims].contiguous(), proxies[:, :, dims]
+                proxies = proxies.contiguous()
             if self.training and self.synthesis:
                 self.check_synthesis()
                 embeddings, labels, weights, proxies = synthesize(
@@ -294,7 +294,7 @@ class ProxyLoss(ConfigurableModule):
             loss, factor, distance = reduce(engine, problem, batch, reduction)
             return loss if distance is None else loss + self.tau * distance * factor
 
-    def _choose_dims(self, truncate_dim: int | None, seed: int | None) -> Tensor | None:
+    def _choose_dims(self, truncate_dim: int | None, seed: int | None) -> Tensor | slice | None:
         """Return the dimensions to use, in ascending order; None for all."""
         dim = self.proxies.dim
         size = dim if truncate_dim is None else count("truncate_dim", truncate_dim)
@@ -306,9 +306,10 @@ class ProxyLoss(ConfigurableModule):
         if self.training and self.proxy_optimizer is not None:
             raise ValueError("a proxy optimizer needs all dimensions. Use another optimizer.")
         if number == size:
-            return torch.arange(size)
-        with common_random_numbers(seed, self.proxies.weight.device):
-            return torch.randperm(size)[:number].sort().values
+            return slice(size)
+        device = self.proxies.weight.device
+        with common_random_numbers(seed, device):
+            return torch.randperm(size)[:number].sort().values.to(device)
 
     def choose_engine(self, batch_size: int) -> str:
         """Return the engine for a batch of this size, with "auto" resolved."""
