@@ -175,4 +175,4 @@ def test_command_distills_a_run_and_lists_the_teacher(teacher, tmp_path, call):
     assert "teacher, held-out" in out
     assert "model.image_size 16 also resets" in out
     assert "already complete" in call(*words)
-    assert "relational: 10.0" in call(*words, "--print-config")
+    assert "relational: 100.0" in call(*words, "--print-config")

@@ -17,7 +17,7 @@ from proximetry.training.reporting import Display
 from proximetry.training.run_folder import RunFolder, final_stage
 from proximetry.training.trainer import train
 
-DISTILLATION_WEIGHT = 10.0
+DISTILLATION_WEIGHT = 100.0
 """Weight of `loss.relational`."""
 _SUFFIX = ", distilled"
 _DATA_KEYS = ("dataset", "root", "columns", "labels_from_name", "suggestions", "bad_images")
