@@ -1,6 +1,6 @@
 """The studies in this folder: tables, runs and pages.
 
-    python -m benchmarks.studies best-recipe-search cub --data CUB [--rows ln-90] [--out OUT]
+    python -m benchmarks.studies best-recipe-search cub --data CUB [--rows ln-90] [--seeds 0 1 2]
 
 runs a table of a study again. Studies of shipped tables have no table.yaml; run them again with
 `proximetry reproduce TABLE --out benchmarks`.
@@ -63,11 +63,18 @@ def main() -> None:
     parser.add_argument("table")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--rows", nargs="*", default=[])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--keep-runs", action="store_true")
     options = parser.parse_args()
     chosen = {table.name: table for table in tables(HOME / options.study)}[options.table]
-    chosen_options = ReproduceOptions(rows=tuple(options.rows), keep_runs=options.keep_runs)
+    chosen_options = ReproduceOptions(
+        rows=tuple(options.rows),
+        seeds=tuple(options.seeds),
+        parallel=options.parallel,
+        keep_runs=options.keep_runs,
+    )
     print(reproduce(chosen, options.data, options.out, chosen_options, report=print))
 
 
