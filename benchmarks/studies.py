@@ -25,14 +25,14 @@ def studies() -> list[Path]:
     return [path.parent for path in sorted(HOME.glob(f"*/{RUNS}"))]
 
 
-def is_search(study: Path) -> bool:
-    """Return whether a study has its own tables, which hold out training classes."""
+def has_own_tables(study: Path) -> bool:
+    """Return whether the tables of a study are its own, not shipped ones."""
     return (study / "table.yaml").exists()
 
 
 def tables(study: Path) -> list[Table]:
     """Return the tables of a study: the documents of its table.yaml, else a shipped table."""
-    if is_search(study):
+    if has_own_tables(study):
         text = (study / "table.yaml").read_text(encoding="utf-8")
         return [Table.load(values) for values in yaml.safe_load_all(text)]
     return [Table.load(name) for name in dict.fromkeys(run.table for run in read_runs(study))]
@@ -47,9 +47,9 @@ def read_study(study: Path) -> list[Results]:
 
 
 def study_page(study: Path) -> str:
-    """Return README.md; in searches, sections of tables follow a written introduction."""
+    """Return README.md; sections of own tables follow a written introduction."""
     all_results = read_study(study)
-    if not is_search(study):
+    if not has_own_tables(study):
         return page(all_results[0])
     text = (study / "README.md").read_text(encoding="utf-8").partition(GENERATED)[0]
     sections = [re.sub("^#", "##", page(results), flags=re.MULTILINE) for results in all_results]

@@ -59,7 +59,8 @@ def test_losses_2026_has_every_loss(prefix):
     table = Table.load("losses-2026")
     rows = [row for row in table.rows if row.name.startswith(f"{prefix}: ")]
     recipes = [make_run(table, row, 0, "full").recipe for row in rows]
-    assert {recipe.loss.name for recipe in recipes} == {*LOSSES, *PAIR_LOSSES}
+    names = {*LOSSES, *(f"pairs/{name}" for name in PAIR_LOSSES)}
+    assert {recipe.loss.name for recipe in recipes} == names
     assert {recipe.data.label_noise for recipe in recipes} == {0.2 * prefix.endswith("noise")}
     assert {recipe.data.dataset for recipe in recipes} == {"cub" if "birds" in prefix else "cars"}
 
