@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks import han_characters, proxies_used, variants
+from benchmarks.l2_sp import L2SP
 from benchmarks.quantization import QuantizedProxyAnchor
 from benchmarks.studies import HOME, tables
 from proximetry.data import open_dataset
@@ -14,7 +15,9 @@ from proximetry.data.datasets.glyphs import _font_file
 from proximetry.losses import ProxyAnchor
 from proximetry.reproduce import ReproduceOptions
 from proximetry.reproduce.plan import plan
+from proximetry.training import train
 from tests.reproduce.small import make_table, run_table, table_values, with_base
+from tests.training.tiny import make_recipe
 
 STUDIES = sorted(path.parent.name for path in HOME.glob("*/table.yaml"))
 
@@ -70,6 +73,17 @@ def test_blend_of_weights():
     blended = variants.blend(states, (0.25, 0.75))
     assert blended["w"].tolist() == [2.5, 3.5]
     assert blended["n"] == 3
+
+
+def test_l2_sp_pulls_the_backbone_to_its_start(data, cache, tmp_path):
+    distances = []
+    for strength in (0.0, 1e3):
+        recipe = make_recipe(data, cache, training={"epochs": 1})
+        callback = L2SP(strength)
+        results = train(recipe, tmp_path / str(strength), device="cpu", callbacks=[callback])
+        assert results["epochs"] == 1
+        distances.append(sum((weight - start).norm().item() for weight, start in callback.start))
+    assert distances[0] > distances[1] == 0.0
 
 
 def test_distinct_and_used_proxies(runs):
