@@ -32,6 +32,7 @@ from proximetry.recipe.schema import Recipe
 from proximetry.training import train
 from proximetry.training.build import make_embedder
 from proximetry.training.checkpoint import read_part
+from proximetry.training.metrics_table import WITH_DISTRACTORS
 from proximetry.training.run_folder import RunFolder
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,11 +78,14 @@ def evaluate(recipe: Recipe, embedder: Embedder) -> Line:
         selected = train(recipe, Path(out) / "run", embedder=embedder, device=str(DEVICE))[
             "selected"
         ]
-    return {
-        part: {name: value for name, value in selected[part].items() if "@" in name}
-        for part in PARTS
-        if part in selected
-    }
+    metrics = {}
+    for part in PARTS:
+        scores = selected.get(part, {})
+        nested = scores.get("with_distractors", {}).items()
+        values = {**scores, **{f"{name} {WITH_DISTRACTORS}": value for name, value in nested}}
+        if scores:
+            metrics[part] = {name: value for name, value in values.items() if "@" in name}
+    return metrics
 
 
 def with_weights(embedder: Embedder, weights: Weights) -> Embedder:
