@@ -22,7 +22,7 @@ from benchmarks.results_page import (
     spread,
 )
 from benchmarks.results_page import twins as find_twins
-from benchmarks.studies import HOME, is_search, read_study, studies, study_page
+from benchmarks.studies import HOME, read_study, studies, study_page
 from proximetry.recipe.auto import choose_epochs, keep_choices
 from proximetry.recipe.loading import plain_values
 from proximetry.recipe.schema import AUTO, Recipe
@@ -69,7 +69,7 @@ def check_study(study: Path) -> Iterator[str]:
         yield f"{study / 'README.md'} does not match {RUNS}. {UPDATE}"
     for results in all_results:
         yield from check_runs(study, results)
-        for record in results.all_runs if is_search(study) else ():
+        for record in results.all_runs if results.table.protocol == "held_out" else ():
             seen = any("test" in line for line in (record.last, *record.curve))
             if seen or record.kind != "held_out":
                 yield f"{study / RUNS}: {record.table}: {record.id} uses the test set"

@@ -9,7 +9,14 @@ from proximetry.reproduce import Table
 from proximetry.reproduce.plan import command_for
 from proximetry.reproduce.records import Results, read_records
 from proximetry.reproduce.table import ReproduceError
-from tests.reproduce.small import make_data, make_table, run_table, table_values, with_base
+from tests.reproduce.small import (
+    make_data,
+    make_table,
+    no_training,
+    run_table,
+    table_values,
+    with_base,
+)
 
 
 @pytest.fixture
@@ -52,6 +59,24 @@ def test_rows_may_differ_in_dataset(data, tmp_path):
     assert untrained[2] == f"{100 * squares.metrics(0)['recall@1']:.1f}"
     ours = next(line for line in lines if line[0] == "| fewer squares")
     assert ours[-1].rstrip(" |").isdecimal(), "seconds are the last column"
+
+
+def test_rows_may_name_folders_below_the_data(data, tmp_path):
+    shutil.copytree(data / "folder", data / "few")
+    shutil.rmtree(data / "few" / "train" / "class00")
+    rows = [
+        {"name": "all", "changes": {"data.root": "folder"}},
+        {"name": "few", "changes": {"data.root": "few"}},
+    ]
+    table = make_table(tmp_path / "cache", **PLAIN | {"rows": rows})
+    home = run_table(table, data, tmp_path / "out")
+    records = read_records(home)
+    images = {record.row: record.images["train"] for record in records.values()}
+    assert images == {"all": 60, "few": 54}
+    run_table(table, data, tmp_path / "out", start=no_training)
+    shutil.rmtree(data / "few" / "train" / "class01")
+    with pytest.raises(ReproduceError, match="few-seed0 was trained on different images"):
+        run_table(table, data, tmp_path / "out")
 
 
 def test_epochs_that_replace_auto_are_in_the_command(data, tmp_path):

@@ -15,7 +15,9 @@ from proximetry.training.distributed import World
 from proximetry.training.reporting import Display
 from proximetry.training.sources.image_data import ImageData
 from proximetry.training.sources.training_data import (
+    add_label_noise,
     cache_sizes,
+    limit_per_class,
     make_sampler,
     open_catalog,
 )
@@ -164,6 +166,32 @@ def test_batch_larger_than_the_training_set_is_noted(recipe, sampler):
         assert len(batch) == 45
     else:
         assert sorted(batch.tolist()) == list(range(36))
+
+
+def test_training_images_per_class_are_limited(recipe):
+    data, full = make_data(with_(recipe, "data", max_images_per_class=3)), make_data(recipe)
+    assert data.class_counts == [3] * len(data.class_names)
+    assert set(data.rows["train"]) < set(full.rows["train"])
+    assert data.rows["held_out"].tolist() == full.rows["held_out"].tolist()
+    more = make_data(with_(recipe, "data", max_images_per_class=4))
+    assert more.rows["train"].tolist() == full.rows["train"].tolist()
+    uneven = full.catalog.subset(range(7))  # of classes with four images
+    assert np.bincount(uneven.codes[limit_per_class(uneven, np.arange(7), 3)]).tolist() == [3, 3]
+
+
+def test_label_noise_changes_a_fraction_of_the_training_labels(recipe):
+    data, clean = make_data(with_(recipe, "data", label_noise=0.5)), make_data(recipe)
+    assert data.catalog == clean.catalog
+    labels, expected = (
+        np.concatenate([one._batch(0, number).labels for number in range(len(one.sampler))])
+        for one in (data, clean)
+    )
+    assert np.mean(labels != expected) == pytest.approx(0.5, abs=0.15)
+    codes = np.repeat(np.arange(10), 100)
+    noisy = add_label_noise(codes, 0.2)
+    assert np.sum(noisy != codes) == 200
+    assert np.unique(noisy[noisy != codes]).tolist() == list(range(10))
+    assert add_label_noise(codes, 0.0).tolist() == codes.tolist()
 
 
 def test_ranks_share_a_batch_evenly(recipe):

@@ -131,6 +131,16 @@ class DataConfig(Section):
         "drop, relabel or move images",
         role="path",
     )
+    max_images_per_class: Count | None = _key(
+        None, "maximum number of training images per class; the same random choice for every seed"
+    )
+    label_noise: Number = _key(
+        0.0,
+        "fraction of the training images that get a random other class, the same for every seed; "
+        "for experiments on robustness",
+        ge=0,
+        le=1,
+    )
     short_side: Side | None = _key(
         None, "short side of the images in the pixel cache; null uses model.resize"
     )

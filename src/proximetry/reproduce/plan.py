@@ -19,6 +19,9 @@ from proximetry.reproduce.table import (
 from proximetry.training.metrics_table import WITH_DISTRACTORS
 from proximetry.training.schedule import drop_epochs
 
+OF_CODES = ", codes"
+"""Suffix of a metric of binary codes (model.bits)."""
+
 _NEVER = 1_000_000  # interval of evaluations beyond the epochs of any run
 
 Kind = Literal["full", "selection", "held_out"]
@@ -138,7 +141,7 @@ def make_run(
         computed = [*recipe.evaluation.metrics.names(), *SEPARABILITY]
         if kind == "held_out":
             computed.append(f"{recipe.evaluation.select_by} {WITH_DISTRACTORS}")
-        missing = [metric for metric in table.metrics if metric not in computed]
+        missing = [m for m in table.metrics if m.removesuffix(OF_CODES) not in computed]
         if missing:
             raise RecipeError(f"evaluation.metrics has no {missing[0]}, a column of the table")
     except RecipeError as error:

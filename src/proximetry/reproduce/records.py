@@ -11,7 +11,7 @@ from proximetry._util.files import atomic_write, parse_json
 from proximetry.recipe.auto import keep_choices
 from proximetry.recipe.loading import differences, validation_message
 from proximetry.recipe.schema import Recipe, Section
-from proximetry.reproduce.plan import Kind, PlannedRun, run_id
+from proximetry.reproduce.plan import OF_CODES, Kind, PlannedRun, run_id
 from proximetry.reproduce.table import ReproduceError, Row, Table, slugify
 from proximetry.training.metrics_table import WITH_DISTRACTORS
 
@@ -70,6 +70,8 @@ class Record(Section):
         metrics: dict[str, Any] = {**line.get(split, {}), **line.get("proxies", {})}
         for name, value in metrics.get("with_distractors", {}).items():
             metrics[f"{name} {WITH_DISTRACTORS}"] = value
+        for name, value in metrics.get("codes", {}).items():
+            metrics[f"{name}{OF_CODES}"] = value
         return metrics if dim is None else metrics.get("dims", {}).get(str(dim), {})
 
     def write(self, folder: Path) -> None:

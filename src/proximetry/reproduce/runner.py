@@ -111,7 +111,8 @@ def reproduce(
 
     Args:
         table: the name of a shipped table, a YAML file, or a table.
-        data: folder of the table's dataset, or one that holds it under the dataset's name.
+        data: folder of the table's dataset, or one that holds it under the dataset's name, or as
+            data.root of the row.
         out: parent of the folder of the table.
         options: seeds, device and other options.
         report: called with a line for every finished run, and other messages.
@@ -138,8 +139,9 @@ def reproduce(
     runs = plan(loaded, options, on_gpu)
     for name in {run.recipe.model.backbone for run in runs}.difference(VECTOR_BACKBONES):
         check_name(name)
-    configs = {run.recipe.data.dataset: run.recipe for run in runs}
-    datasets = {name: _find_data(loaded, recipe, data) for name, recipe in configs.items()}
+    configs = {_dataset_of(run.recipe): run.recipe for run in runs}
+    found = {key: _find_data(loaded, recipe, data) for key, recipe in configs.items()}
+    datasets = {run.row.name: found[_dataset_of(run.recipe)] for run in runs}
     with _lock(folder, report):
         existing = _check_existing(loaded, folder, options, on_gpu)
         _check_same_images(folder, existing.values(), datasets)
@@ -148,14 +150,14 @@ def reproduce(
         remaining = [run for run in runs if run.id not in existing]
         parallel, jobs = min(options.parallel, len(remaining)), []
         for run in remaining:
-            root, _ = datasets[run.recipe.data.dataset]
+            root, _ = datasets[run.row.name]
             run = replace(run, recipe=run.recipe.override({"data.root": root}))
             jobs.append(Job(run, folder / "work", str(device), parallel))
             _check_interrupted(jobs[-1])
         report(f"{loaded.name}: {len(runs)} runs, {len(runs) - len(remaining)} already complete")
 
         def finish(job: Job, code: int) -> str:
-            catalog = datasets[job.run.recipe.data.dataset][1]
+            catalog = datasets[job.run.row.name][1]
             record = _make_record(loaded, options, catalog, job, code)
             record.write(folder)
             if not options.keep_runs:
@@ -298,6 +300,10 @@ def _failure(job: Job, code: int) -> ReproduceError:
     return ReproduceError(last.removeprefix("proximetry: ") + log)
 
 
+def _dataset_of(recipe: Recipe) -> tuple[str, str | None]:
+    return recipe.data.dataset, recipe.data.root
+
+
 def _find_data(table: Table, recipe: Recipe, data: str | Path | None) -> tuple[str | None, Catalog]:
     """Return the folder of a dataset of the table, and its catalog.
 
@@ -307,13 +313,14 @@ def _find_data(table: Table, recipe: Recipe, data: str | Path | None) -> tuple[s
     info = list_datasets()[name]
     if info.built_in:
         return None, open_dataset(name)
-    hint = f"Pass as --data the folder of {info}, or a folder that holds it as {name}/"
+    inner = recipe.data.root or name
+    hint = f"Pass as --data the folder of {info}, or a folder that holds it as {inner}/"
     if data is None:
         if recipe.data.root is None:
             raise ReproduceError(f"--data is missing. {hint}")
         return recipe.data.root, open_catalog(recipe)
     outer = Path(data).expanduser()
-    root = (outer / name if (outer / name).exists() else outer).absolute()
+    root = (outer / inner if (outer / inner).exists() else outer).absolute()
     splits = {"train": info.train, "test": info.test}
     if table.protocol == "held_out":
         del splits["test"]  # it is not used
@@ -369,10 +376,15 @@ def _check_existing(
 def _check_same_images(
     folder: Path, records: Iterable[Record], datasets: Mapping[str, tuple[Any, Catalog]]
 ) -> None:
-    """Raise if an existing run was trained on a different number of images."""
+    """Raise if an existing run was trained on a different number of images.
+
+    Args:
+        records: the existing runs.
+        datasets: root and catalog by row.
+    """
     for record in records:
-        name = record.recipe["data"]["dataset"]
-        if name in datasets and record.images not in (None, _count_images(datasets[name][1])):
+        row = record.row
+        if row in datasets and record.images not in (None, _count_images(datasets[row][1])):
             raise ReproduceError(
                 f"{folder / RUNS}: {record.id} was trained on different images. Use another --out."
             )

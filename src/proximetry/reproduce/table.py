@@ -138,7 +138,7 @@ class Table(Section):
             epoch; "held_out" evaluates held-out training classes and never the test set.
         recipe: a shipped recipe that the base overrides, if any.
         base: shared by the rows: overrides of that recipe, or a whole recipe.
-        metrics: the columns.
+        metrics: the columns; "map@r, codes" is the metric of binary codes.
         seconds: whether the seconds of training are a column.
         dims: further columns: the first metric for the first d dimensions of the embedding.
         views: with held_out, further columns: the first metric for other (crop, short side) of

@@ -90,8 +90,9 @@ class TrainingData(ABC):
         self.rows, self.protocol, notes = split_rows(catalog, self._recipe)
         self.notes = [*catalog.remarks(), *skipped, *notes]
         train = catalog.subset(self.rows["train"])
-        self.class_names, self._codes = list(train.class_names), train.codes
-        self.sampler = make_sampler(self._recipe, train.codes, self.world)
+        self.class_names = list(train.class_names)
+        self._codes = add_label_noise(train.codes, self._recipe.data.label_noise)
+        self.sampler = make_sampler(self._recipe, self._codes, self.world)
 
     @property
     def class_counts(self) -> list[int]:
@@ -218,6 +219,7 @@ def split_rows(catalog: Catalog, recipe: Recipe) -> DataSplit:
         held_out = np.isin(part.class_names, names)[part.codes]
         rows["train"], rows["held_out"] = train[~held_out], train[held_out]
         titles["held_out"] = "the held-out classes"
+    rows["train"] = limit_per_class(catalog, rows["train"], recipe.data.max_images_per_class)
     for name, selects in (("held_out", "held_out"), ("test", "paper")):
         if len(rows[name]) == 0:
             continue
@@ -275,6 +277,25 @@ def _hold_out(train: Catalog, fraction: float) -> tuple[tuple[str, ...], str]:
     if candidates == number:
         return pairs.class_names, ""
     return pairs.split_classes((candidates - number, number), seed=0)[1].class_names, ""
+
+
+def limit_per_class(catalog: Catalog, rows: Rows, limit: int | None) -> Rows:
+    """Return at most ``limit`` random rows of each class, the same for every seed, in order."""
+    if limit is None:
+        return rows
+    order = np.random.default_rng(0).permutation(rows)
+    order = order[np.argsort(catalog.codes[order], kind="stable")]
+    codes = catalog.codes[order]
+    number = np.arange(len(codes)) - np.searchsorted(codes, codes)  # within its class
+    return np.sort(order[number < limit])
+
+
+def add_label_noise(codes: Rows, fraction: float) -> Rows:
+    """Replace a random fraction of the codes by those of other classes, the same for every seed."""
+    rng, noisy, classes = np.random.default_rng(0), codes.copy(), codes.max() + 1
+    rows = rng.permutation(len(codes))[: round(fraction * len(codes))]
+    noisy[rows] = (noisy[rows] + rng.integers(1, classes, len(rows))) % classes
+    return noisy
 
 
 def cache_sizes(recipe: Recipe, preprocessing: Preprocessing) -> tuple[Size, Size]:
