@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 import uvicorn
 from PIL import Image, ImageDraw
 
@@ -108,7 +109,13 @@ def test_serve_indexes_a_folder_first(home, call, monkeypatch):
     (home / "gallery").rename(home / "other")
     assert "other: 18 images. Serving at" in call("serve", "--gallery", "other", "--port", "0")
     assert "other: 18 images. Serving at" in call("serve", "other", "--port", "0")
-    Gallery.open("other").serve(port=0)
+    other, printed = Gallery.open("other"), []
+    other.serve(port=0)
+    monkeypatch.setattr(px.web, "serve", lambda source, *rest: printed.append(source))
+    other.serve(port=0)
+    other._scan_device = torch.device("cuda")
+    other.serve(port=0)
+    assert printed == [other.path, other]
 
 
 @pytest.fixture

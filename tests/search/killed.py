@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from proximetry.metrics import retrieve
-from proximetry.search import Gallery, manifest, new_images, snapshot
+from proximetry.search import Gallery, changes, manifest, new_images
 from tests.interrupt import completes, kill_at
 from tests.search.conftest import make_embedder, make_table, make_vectors
 from tests.training.tiny import make_images
@@ -240,7 +240,7 @@ def resume_build(home):
 def main(home):
     torch.set_num_threads(1)
     os.fsync = lambda handle: None  # slow, and matters for power failures only
-    snapshot.MAX_MERGED_ROWS = 1000
+    changes.MAX_MERGED_ROWS = 1000
     manifest.GRACE = 0  # so that the next change removes replaced segments
     new_images.CHUNK = 4
     resumed = resume_build(home / "resumed")

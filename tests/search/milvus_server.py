@@ -28,7 +28,8 @@ class MilvusServer:
 
     def start(self):
         # A short lease: a new process waits for the lease of a killed one.
-        options = ["--data", self.home / "data", "--proxy-port", self.port]
+        # Unlike --proxy-port, proxy.port does not fall back to another port after a restart.
+        options = ["--data", self.home / "data", "--extra-config", f"proxy.port={self.port}"]
         options += ["--extra-config", "common.session.ttl=5"]
         with (self.home / "log.txt").open("a") as log:
             self._process = subprocess.Popen(
@@ -49,6 +50,7 @@ class MilvusServer:
 
     def wait(self, seconds=60):
         """Wait until it answers; return whether it does."""
+        from grpc import RpcError
         from pymilvus import MilvusClient, MilvusException
 
         end = time.monotonic() + seconds
@@ -58,7 +60,7 @@ class MilvusServer:
                     client = MilvusClient(f"http://127.0.0.1:{self.port}", timeout=5)
                     client.list_collections(timeout=5)
                     return True
-            except MilvusException:
+            except (MilvusException, RpcError):
                 pass
             time.sleep(0.2)
         return False

@@ -21,7 +21,7 @@ from proximetry.data.vectors import VectorCatalog
 from proximetry.metrics import expand_queries, k_reciprocal_distances, retrieve
 from proximetry.metrics._search.similarities import normalize
 from proximetry.models import Embedder
-from proximetry.search import Gallery, duplicates, indexes, manifest, metadata, snapshot
+from proximetry.search import Gallery, changes, duplicates, indexes, manifest, metadata, snapshot
 from proximetry.search.manifest import DamagedGalleryError
 from tests.search.conftest import DIM, make_embedder, make_table, make_vectors, names
 
@@ -178,7 +178,7 @@ def test_numeric_columns_and_missing_values(embedder, tmp_path):
 
 
 def test_column_type_may_widen(embedder, tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot, "MAX_MERGED_ROWS", 0)  # segments keep their column types
+    monkeypatch.setattr(changes, "MAX_MERGED_ROWS", 0)  # segments keep their column types
 
     def table(first, **columns):
         return metadata.from_columns({"path": names(first, 2), **columns})
@@ -550,7 +550,7 @@ def test_lock_timeout_names_the_writer(gallery, monkeypatch):
 
 
 def test_adding_rewrites_only_small_segments(gallery, monkeypatch):
-    monkeypatch.setattr(snapshot, "MAX_MERGED_ROWS", 40)
+    monkeypatch.setattr(changes, "MAX_MERGED_ROWS", 40)
     first = gallery._snapshot.manifest.segments[0]
     file = gallery.path / "segments" / first.name / "vectors.npy"
     before = os.stat(file)

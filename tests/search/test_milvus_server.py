@@ -1,5 +1,6 @@
 """Galleries on a real Milvus server, which the tests start, kill and start again."""
 
+import signal
 import threading
 import time
 from pathlib import Path
@@ -99,14 +100,25 @@ def test_build_search_filter_and_change(address, fast_address, tmp_path, monkeyp
     remote.compact(report=lines.append)
     assert "Milvus HNSW for 300 images" in lines[0]
     assert not Gallery.open(address).needs_compaction
-    assert remote._snapshot.settings == {"M": 16, "efConstruction": 200}
+    settings = remote._snapshot.client.describe_index(remote._snapshot.name, "vector")
+    assert (int(settings["M"]), int(settings["efConstruction"])) == (16, 200)
     assert_batches_cover_all_rows(remote, monkeypatch)
     assert_equal()  # now with an index, and an index of text
-    remote.verify()
     client, name = remote._snapshot.client, remote._snapshot.name
     client.release_collection(name)
     client.drop_index(name, "vector")  # as if killed while it re-indexes
     assert len(Gallery.open(address)) == 300
+
+
+@pytest.mark.parametrize("index", ["IVF8,SQ8", "AUTOINDEX"])
+def test_other_indexes(index, milvus_server, tmp_path):
+    address, vectors = milvus_server.address(f"index_{index[:3]}"), make_vectors(300)
+    embedder = make_embedder(normalize=False)
+    remote = Gallery.build(embedder, make_table(0, 300), address, index, vectors=vectors)
+    result = remote.search(vectors[:20], 3)
+    assert result.paths[:, 0].tolist() == names(0, 20)
+    assert np.abs(result.similarities[:, 0]).max() < 1e-6
+    assert not remote.needs_compaction
 
 
 def test_missing_and_numeric_values(fast_address):
@@ -163,7 +175,6 @@ for turn in range(4):
     paths = {*gallery.rows(gallery.ids())["path"]}
     assert len(paths) == len(gallery)
     assert {*names(0, 10), *names(165, 5)} <= paths <= {*names(0, 10), *names(100, 70)}
-    gallery.verify()
 
 
 def test_searches_survive_a_restart(milvus_server):
@@ -191,6 +202,87 @@ def test_searches_survive_a_restart(milvus_server):
     gallery.add(make_table(30, 3), vectors=make_vectors(3, seed=1))
     assert len(gallery) == 33
     gallery.close()
+
+
+def test_page_serves_milvus(server, milvus_server, embedder, images, tmp_path):
+    httpx = pytest.importorskip("httpx")
+    from tests.web.browser import CHROMIUM, Visit, ranks
+    from tests.web.conftest import start as serve
+
+    address, model = milvus_server.address("served"), tmp_path / "model"
+    embedder.save(model)
+    with Gallery.build(embedder, Catalog.from_folder(images), address) as gallery:
+        ids = gallery.ids()
+        expected = gallery.search(ids[:1], 3)
+        rows = gallery.rows(ids)
+    environment = {"PROXIMETRY_CACHE": str(tmp_path / "cache")}
+    process, url = serve(server, tmp_path / "log", address, "--model", model, **environment)
+    with httpx.Client(base_url=url, timeout=60) as client:
+        while (info := client.get("gallery")).status_code == 503:
+            time.sleep(0.1)
+        assert (info.json()["name"], info.json()["images"]) == ("served", 48)
+        found = client.post("search", data={"id": str(ids[0]), "k": 3}).json()
+        assert [int(one["id"]) for one in found["results"]] == expected.ids[0].tolist()
+        with open(rows["path"][5], "rb") as file:
+            found = client.post("search", files={"image": file}, data={"k": 2}).json()
+        assert found["results"][0]["file"] == rows["path"][5]
+        assert found["results"][0]["similarity"] > 0.999
+        where = {"id": str(ids[0]), "where": ["label=class03", "split!=test"]}
+        found = client.post("search", data=where).json()
+        assert {one["label"] for one in found["results"]} == {"class03"}
+        missing = client.post("search", data={"id": str(ids[0]), "where": "label=class99"})
+        assert (missing.status_code, "class99" in missing.text) == (422, True)
+        image = client.get(found["results"][0]["image"], params={"size": 64})
+        assert image.headers["content-type"] == "image/png"
+        while (points := client.get("map")).status_code == 202:
+            time.sleep(0.1)
+        assert sorted(map(int, points.json()["ids"])) == ids.tolist()
+        assert "proximetry_gallery_images 48" in client.get("metrics").text
+        if CHROMIUM:
+            sync_api = pytest.importorskip("playwright.sync_api")
+            with sync_api.sync_playwright() as playwright:
+                chromium = playwright.chromium.launch(
+                    executable_path=CHROMIUM, args=["--no-sandbox"]
+                )
+                visit = Visit(chromium, url)
+                visit.page.locator("#grid .card").first.click()
+                assert ranks(visit.page)[:2] == ["1", "2"]
+                visit.page.goto(f"{url}#item/{ids[0]}")
+                visit.page.wait_for_url(f"**#item/{ids[0]}")
+                assert ranks(visit.page)[:2] == ["1", "2"]
+                visit.end()
+                chromium.close()
+        milvus_server.kill()
+        begin = time.monotonic()
+        for request in (
+            client.build_request("POST", "search", data={"id": str(ids[0])}),
+            client.build_request("GET", f"items/{ids[0]}"),
+        ):
+            answer = client.send(request)
+            assert (answer.status_code, "Milvus does not answer" in answer.text) == (503, True)
+        assert time.monotonic() - begin < 40
+        assert client.get("healthz").status_code == 200
+        milvus_server.start()
+        assert milvus_server.wait()
+        while client.post("search", data={"id": str(ids[0])}).status_code != 200:
+            time.sleep(0.5)
+    process.send(signal.SIGINT)
+    assert process.ended() == 0, process.output()
+    assert "Traceback" not in process.output()
+
+
+def test_wrong_port_is_reported(server, milvus_server, embedder, tmp_path):
+    address = "milvus://127.0.0.1:1/birds"
+    embedder.save(tmp_path / "model")
+    code = """
+from proximetry.cli import main
+sys.exit(main(["serve", *sys.argv[1:]]))
+"""
+    process = start(server, tmp_path, "log", code, address, "--model", tmp_path / "model")
+    begin = time.monotonic()
+    assert process.ended() == 1
+    assert time.monotonic() - begin < 30
+    assert f"{address}: no answer. Is Milvus running there" in process.output()
 
 
 def test_address_options(milvus_server):

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from proximetry._util.errors import UsageError
-from proximetry.search import Gallery, metadata
+from proximetry.metrics import label_model
+from proximetry.search import Gallery, metadata, outliers
+from proximetry.search.exact import Hits
 from tests.search.conftest import DIM, make_embedder, names
 
 
@@ -36,7 +39,7 @@ def test_outliers_are_far_from_their_neighbors(clustered):
     assert len(found) < 12
     similarities = [one.similarity for one in found]
     assert similarities == sorted(similarities)
-    first = clustered.search(found[0].id, 10)
+    first = clustered.search(found[0].id, 5)
     assert np.isclose(first.similarities.mean(), found[0].similarity, atol=1e-6)
     assert found[0].path == names(found[0].id, 1)[0]
 
@@ -46,6 +49,29 @@ def test_label_errors_disagree_with_their_neighbors(clustered):
     assert (found[7].label, found[7].suggestion) == ("class3", "class7")
     assert (found[100].label, found[100].suggestion) == ("class9", "class0")
     assert found[7].probability > 0.9
+    assert set(found) <= {7, 100, 300, 301}
+
+
+@pytest.mark.parametrize("missing", [-1, 10**6])
+def test_missing_neighbors_do_not_count(clustered, monkeypatch, missing):
+    """On Milvus a search may find fewer images, or one that was added meanwhile."""
+    find_nearest = outliers.find_nearest
+
+    def find_few(search, queries, k):
+        positions, scores = find_nearest(search, queries, k)
+        positions[:, 3:], scores[:, 3:] = missing, -np.inf if missing < 0 else scores[:, 3:]
+        return Hits(positions, scores)
+
+    monkeypatch.setattr(outliers, "find_nearest", find_few)
+    assert {one.id for one in clustered.outliers()[:2]} == {300, 301}
+    of = label_model._Scores.of
+    votes = []
+    monkeypatch.setattr(
+        label_model._Scores, "of", lambda *one: votes.append(of(*one)[1]) or of(*one)
+    )
+    found = {one.id: one.suggestion for one in clustered.label_errors()}
+    assert torch.cat(votes).sum(1).max() < 0.31  # 3 votes of 10
+    assert (found[7], found[100]) == ("class7", "class0")
     assert set(found) <= {7, 100, 300, 301}
 
 
@@ -62,7 +88,7 @@ def test_galleries_without_classes_or_neighbors(embedder, tmp_path):
 
 def test_outliers_command(clustered, call, tmp_path):
     text = call("outliers", clustered.path)
-    assert "(mean cosine to the 10 nearest images)" in text
+    assert "(mean cosine to the 5 nearest images)" in text
     assert "class3 → class7?" in text
     document = json.loads(call("outliers", clustered.path, "--json"))
     assert {one["id"] for one in document["outliers"][:2]} == {300, 301}

@@ -90,6 +90,25 @@ def test_vectors_of_an_image_embedder_are_searched_with_images(home, images):
         index("short.npy", "h", embedder, report=lambda line: None)
 
 
+@pytest.mark.parametrize("suffix", ["npz", "npy", "parquet"])
+def test_embedded_images_are_not_embedded_again(home, call, images, suffix, monkeypatch):
+    embedder = make_embedder()
+    embedder.save("model")
+    call("embed", "model", images, "--out", f"e.{suffix}")
+    files = sorted(map(str, images.rglob("*.png")))
+    with monkeypatch.context() as patch:
+        patch.delattr(Embedder, "encode")
+        assert "gallery: 48 images, 48 new" in call("index", f"e.{suffix}", "--model", "model")
+        assert "gallery: 48 images, 0 new" in call("index", f"e.{suffix}")
+    text = call("index", f"e.{suffix}", "--gallery", "h")
+    assert "cannot be searched with other images" in text
+    gallery = Gallery.open("gallery")
+    assert sorted(gallery.rows(gallery.ids())["path"]) == files
+    assert gallery.search(files[7], 1).paths.tolist() == [[files[7]]]
+    assert len(gallery.count_labels()) == 12
+    Gallery.open("h").search(0, 1).show()
+
+
 def test_embedders_of_vectors_embed_files_and_queries(home, call):
     Embedder.create("vectors", 4, weights="none", input_dim=DIM).save("model")
     call("index", "texts.parquet", "--model", "model")
@@ -118,7 +137,7 @@ def test_invalid_files_of_vectors(home, call):
     assert "1 url for 3 vectors" in call("index", "short.npz", code=2)
     (home / "bad.npz").write_bytes(b"no file")
     assert "bad.npz" in call("index", "bad.npz", code=2)
-    assert "without paths" in call("index", "texts.parquet", "queries.npz", code=2)
+    assert "Index it separately" in call("index", "texts.parquet", "queries.npz", code=2)
 
 
 def test_search_with_the_vectors_of_images(home, call):

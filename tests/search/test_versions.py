@@ -133,7 +133,7 @@ def test_merged_galleries_search_like_one(gallery, embedder, tmp_path, index, mo
     scores = queries @ (stored / np.linalg.norm(stored, axis=1, keepdims=True)).T
     expected = np.argsort(-scores, 1)[:, :5]
     assert np.array_equal(merged.search(queries, 5, exact=index is not None).ids, expected)
-    assert merged._indexes() == [index or "Flat"]
+    assert merged._snapshot.index_kinds == [index or "Flat"]
     assert merged.embedder.fingerprint() == embedder.fingerprint()
 
 
@@ -159,7 +159,7 @@ def test_gallery_commands(gallery, call, tmp_path, monkeypatch):
     assert lines[1].endswith("58 images  (current)")
     assert "gallery: 60 images" in call("gallery", "rollback")
     assert json.loads(call("gallery", "rollback", "gallery", 2, "--json"))["images"] == 58
-    assert "no version 77" in call("gallery", "rollback", "gallery", 77, code=2)
+    assert "no version 77" in call("gallery", "rollback", 77, code=2)
     assert "every search is exact" in call("gallery", "compact", "gallery", "--keep", "2h")
     versions = json.loads(call("gallery", "versions", "gallery", "--json"))["versions"]
     assert [one["images"] for one in versions] == [60, 58, 60, 58, 58]

@@ -120,6 +120,9 @@ def test_cuda_graph_has_no_effect_on_the_cpu(recipe, tmp_path):
     [
         {"name": "proxy_anchor"},
         {"name": "sphereface"},  # counts its steps
+        {"name": "adaface"},  # running statistics
+        {"name": "curricularface"},  # adjusted negatives, streamed
+        {"name": "elasticface"},  # random margins
         {"name": "cosface", "exclusive": 0.1},  # only the network is in the graph
     ],
     ids=lambda loss: loss["name"],

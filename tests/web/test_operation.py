@@ -17,8 +17,7 @@ import pytest
 
 from proximetry.cli import main
 from proximetry.search import Gallery
-from proximetry.web import app as application
-from proximetry.web import make_app, middleware
+from proximetry.web import make_app, middleware, service
 from proximetry.web.middleware import AccessMiddleware, RateLimit
 from tests.processes import Process
 from tests.search.conftest import make_embedder
@@ -215,14 +214,14 @@ def test_page_behind_a_proxy_with_a_path(browser, live, operated, shared, strips
 
 def test_requests_get_503_while_the_gallery_loads(shared, monkeypatch):
 
-    release, warm_up = threading.Event(), application._warm_up
+    release, warm_up = threading.Event(), service._warm_up
 
     def slow(gallery):
         assert release.wait(30)
         warm_up(gallery)
 
-    monkeypatch.setattr(application, "_warm_up", slow)
-    app = application.make_app(shared.path, wait=False)
+    monkeypatch.setattr(service, "_warm_up", slow)
+    app = make_app(shared.path, wait=False)
 
     with TestClient(AccessMiddleware(app), base_url="http://localhost") as client:
         answer = client.get("/gallery")
@@ -248,7 +247,7 @@ def test_rebuilt_gallery_is_loaded_while_the_old_one_is_served(editable, monkeyp
 
     with client_of(editable.path) as client:
         before = len(editable)
-        release, warm_up = threading.Event(), application._warm_up
+        release, warm_up = threading.Event(), service._warm_up
 
         def slow(gallery):
             assert release.wait(30)

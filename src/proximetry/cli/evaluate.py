@@ -23,7 +23,7 @@ from proximetry.cli.options import (
     Neighbors,
     TableColumns,
 )
-from proximetry.cli.output import check_out, print_result, progress_bar, skip_hint
+from proximetry.cli.output import check_out, format_bound, print_result, progress_bar, skip_hint
 from proximetry.cli.train import key_options
 from proximetry.metrics.scores import Metrics
 from proximetry.models.constants import MAX_DIM, Similarity
@@ -303,9 +303,7 @@ def _verification_line(values: Mapping[str, Any], similarity: str) -> str:
     threshold = values["threshold"]
     if threshold is None:
         return line
-    if similarity == "euclidean":
-        return f"{line}; same class if distance ≤ {-threshold:.4g}"
-    return f"{line}; same class if {similarity} ≥ {threshold:.4g}"
+    return f"{line}; same class if {format_bound(threshold, similarity)}"
 
 
 def _headline(names: Iterable[str]) -> list[str]:

@@ -43,9 +43,11 @@ def rollback(
     """Return a gallery to an earlier version, as a new version.
 
     Args:
-        gallery: folder of the gallery.
+        gallery: folder of the gallery; may be omitted before a version.
         version: its number (`proximetry gallery versions`); default: the one before the current.
     """
+    if version is None and str(gallery).isdecimal() and not gallery.exists():
+        gallery, version = Path(GALLERY), int(str(gallery))
     opened = open_gallery(str(gallery), None)
     opened.rollback(version)
     text = f"{gallery}: {pluralize(len(opened), 'image')}"

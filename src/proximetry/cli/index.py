@@ -41,7 +41,8 @@ def index(
 
     Args:
         images: image files, folders (searched recursively), CSV or Parquet tables, tar files; or
-            one .parquet, .npz or .npy file of vectors with any other columns, without images.
+            one .parquet, .npz or .npy file of vectors with any other columns, such as the file of
+            `proximetry embed`; pass its --model to search the gallery with images.
         model: folder of a run or of a saved embedder, hub:owner/name, an ONNX file, or the name of
             a backbone; default: the gallery's embedder or, for a new gallery, a pretrained
             backbone from an installed package.

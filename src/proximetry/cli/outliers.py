@@ -36,7 +36,7 @@ def outliers(
     sign = 1 if opened.similarity == "cosine" else -1
     lines = [f"{sign * one.similarity:8.4f}  {relative_path(one.path)}" for one in found]
     measure = "cosine" if sign > 0 else "distance"
-    lines.append(f"{pluralize(len(found), 'outlier')} (mean {measure} to the 10 nearest images)")
+    lines.append(f"{pluralize(len(found), 'outlier')} (mean {measure} to the 5 nearest images)")
     if classes > 1:
         lines += [
             f"{100 * one.probability:6.0f} %  {one.label} → {one.suggestion}?  "

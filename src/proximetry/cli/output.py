@@ -52,6 +52,13 @@ def echo(text: str, *, to_stderr: bool = False) -> None:
     print(printable(text), file=sys.stderr if to_stderr else None, flush=True)
 
 
+def format_bound(threshold: float, similarity: str) -> str:
+    """Return a threshold as a condition: "cosine ≥ 0.5000" or "distance ≤ 0.5000"."""
+    if similarity == "euclidean":
+        return f"distance ≤ {-threshold:.4f}"
+    return f"{similarity} ≥ {threshold:.4f}"
+
+
 def print_result(as_json: bool, document: Any, text: str, out: Path | None = None) -> None:
     """Print the document as JSON, or the text; also write the document to ``out``, if any."""
     content = json.dumps(document, indent=2, default=str)  # such as dates in columns

@@ -6,7 +6,7 @@ from typing import Any
 from proximetry._util.errors import UsageError
 from proximetry.cli.inputs import load_embedder
 from proximetry.cli.options import AsJson, Device
-from proximetry.cli.output import print_result
+from proximetry.cli.output import format_bound, print_result
 
 
 def same(
@@ -60,8 +60,9 @@ def as_text(document: dict[str, Any]) -> str:
     measure, sign = ("cosine", 1) if is_cosine else ("distance", -1)
     return (
         f"{'same' if document['same'] else 'different'} class: {measure} "
-        f"{sign * document['similarity']:.4f}, threshold {sign * document['threshold']:.4f} at a "
-        f"false accept rate of {document['far']:g}\n"
+        f"{sign * document['similarity']:.4f}; same class if "
+        f"{format_bound(document['threshold'], document['measure'])}, at a false accept rate of "
+        f"{document['far']:g}\n"
         f"probability {100 * document['probability']:.1f} %, if same and different are equally "
         "likely beforehand"
     )

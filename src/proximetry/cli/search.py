@@ -19,7 +19,13 @@ from proximetry.cli.options import (
     Neighbors,
     SearchEffort,
 )
-from proximetry.cli.output import check_out, print_result, progress_bar, relative_path
+from proximetry.cli.output import (
+    check_out,
+    format_bound,
+    print_result,
+    progress_bar,
+    relative_path,
+)
 from proximetry.search.manifest import GALLERY
 
 if TYPE_CHECKING:
@@ -171,9 +177,7 @@ def _no_match(result: "SearchResult") -> str:
     assert result.threshold is not None
     assert result.calibration is not None
     point = max(result.calibration.gallery, key=lambda one: one.target)
-    bound = f"cosine ≥ {result.threshold:.4f}"
-    if result.similarity == "euclidean":
-        bound = f"distance ≤ {-result.threshold:.4f}"
+    bound = format_bound(result.threshold, result.similarity)
     return (
         f"no match: {bound} is needed, which {100 * point.target:g} % of unknown and "
         f"{100 * point.true_accepts:.0f} % of known queries reach"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
-from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -164,20 +162,9 @@ def holds_vectors(file: Path) -> bool:
 
 
 def is_vector_file(source: str | os.PathLike[str]) -> bool:
-    """Return whether a source is a file of vectors without paths of images."""
+    """Return whether a source is a file of vectors."""
     file = Path(source).expanduser()
-    return file.is_file() and holds_vectors(file) and not _holds_paths(file)
-
-
-def _holds_paths(file: Path) -> bool:
-    names: Collection[str] = parquet_columns(file)
-    with suppress(OSError, ValueError, EOFError, BadZipFile):  # reported when it is read
-        if file.suffix.lower() == ".npz":
-            with np.load(file, allow_pickle=False) as arrays:
-                names = arrays.files
-        elif file.suffix.lower() == ".npy":
-            names = read_json(rows_file(file), _MAX_JSON_BYTES)
-    return any(name in names for name in _NAMES["paths"])
+    return file.is_file() and holds_vectors(file)
 
 
 def parquet_columns(file: Path) -> dict[str, bool]:

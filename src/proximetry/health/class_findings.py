@@ -9,13 +9,13 @@ import numpy as np
 from proximetry._util.formatting import format_int, join_first, pluralize
 from proximetry.health.embedded_images import EmbeddedImages
 from proximetry.health.finding import Finding
+from proximetry.search.outliers import MAX_DEVIATIONS, OUTLIER_NEIGHBORS, outlier_deviations
 
 MIN_MIXING = 0.8  # 1: images of two classes are neighbors as often as if the classes were one
 MIN_SHARE = 0.3  # of neighbors within the two classes
 MIN_IMAGES = 5  # of a class that is compared with others
 SMALL = 3  # images of a class; fewer are very small
 LARGE = 10  # times the median
-MAX_DEVIATIONS = 5.0  # robust standard deviations of a log distance
 _EXAMPLES = 4
 
 
@@ -65,12 +65,10 @@ def class_sizes(images: EmbeddedImages) -> Iterator[Finding]:
 
 def outliers(images: EmbeddedImages) -> Iterator[Finding]:
     """Yield images that are unusually far from all others."""
-    distances = np.log(np.maximum(1 - images.cosines[:, :MIN_IMAGES].mean(1), 1e-7))
-    middle = np.median(distances)
-    scale = 1.4826 * np.median(np.abs(distances - middle))
-    for number in np.flatnonzero(distances > middle + MAX_DEVIATIONS * max(scale, 1e-3)).tolist():
+    distances = 1 - images.cosines[:, :OUTLIER_NEIGHBORS].mean(1)
+    deviations, usual = outlier_deviations(distances), 1 - float(np.median(distances))
+    for number in np.flatnonzero(deviations > MAX_DEVIATIONS).tolist():
         cosine, nearest = float(images.cosines[number, 0]), int(images.neighbors[number, 0])
-        usual = float(1 - np.exp(middle))
         reason = f"the nearest image has cosine {cosine:.2f}; usual are {usual:.2f}"
-        score = 1 - MAX_DEVIATIONS * scale / max(distances[number] - middle, 1e-9)
-        yield Finding("outlier", (number, nearest), reason, float(np.clip(score, 0.05, 1)))
+        score = max(0.05, 1 - MAX_DEVIATIONS / float(deviations[number]))
+        yield Finding("outlier", (number, nearest), reason, score)

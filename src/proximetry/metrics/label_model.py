@@ -55,7 +55,7 @@ def fit_labels(
     Args:
         vectors: of unit length, [n, dim].
         codes: the class of each image, 0 … classes − 1, [n].
-        neighbors: rows of the nearest other images, [n, k].
+        neighbors: rows of the nearest other images, [n, k]; −1 for none.
     """
     scores = _Scores(*map(torch.tensor, (vectors, codes, neighbors)))
     usable = np.flatnonzero(np.bincount(codes)[codes] >= MIN_CLASS_SIZE)
@@ -101,8 +101,9 @@ class _Scores:
         scores = self.features[rows] @ self.solution
         scores = scores.scatter_add_(1, self.labels[rows, None], -leverage) / (1 - leverage)
         votes = torch.zeros_like(scores)
-        classes = self.labels[self.neighbors[rows]]
-        votes.scatter_add_(1, classes, torch.full(classes.shape, 1 / classes.shape[1]))
+        neighbors = self.neighbors[rows]
+        weights = (neighbors >= 0) / neighbors.shape[1]
+        votes.scatter_add_(1, self.labels[neighbors], weights)
         return scores, votes
 
 

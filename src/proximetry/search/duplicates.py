@@ -23,6 +23,7 @@ from proximetry.metrics._search.similarities import full_precision
 from proximetry.models import Embedder
 from proximetry.search.exact import FloatArray, Part, Scores, Store, as_similarities, take
 from proximetry.search.new_images import stamp_of
+from proximetry.search.outliers import log_spread
 from proximetry.search.segment import prepare_vectors
 from proximetry.search.snapshot import Snapshot
 
@@ -36,6 +37,7 @@ _MAX_PAIRS = 10_000_000
 _NEIGHBORS = 32  # first k for each image of a large gallery
 _SAMPLE_SIZE = 50  # images that the default threshold is measured with
 _MISSED_COPIES = 0.1  # share of altered copies that may be less similar than the threshold
+_BLOCK = 1024  # images searched at a time
 _DEVIATIONS = 2.0  # threshold: this many robust standard deviations below the median log distance
 _DECODED_SIDE = 512  # images are decoded at up to twice this size, which is enough for networks
 _DEFAULT_THRESHOLD = 0.99
@@ -154,9 +156,11 @@ def _compare_neighbors(
     """
     pairs: list[IntArray] = [np.empty((0, 2), np.int64)]
     scores: list[Scores] = [np.empty(0)]
-    done, total, allowed = 0, len(snapshot), snapshot.select({})
-    max_k = min(total, snapshot.max_k)
-    for positions, vectors in snapshot.blocks():
+    allowed = snapshot.select({})
+    everything = snapshot.allowed_positions(allowed)
+    max_k = min(len(everything), snapshot.max_k)
+    for part in chunks(len(everything), _BLOCK):
+        positions, vectors = everything[part], snapshot.vectors(everything[part])
         pending, k = np.arange(len(positions)), _NEIGHBORS
         while len(pending):
             k = min(k, max_k)
@@ -169,8 +173,7 @@ def _compare_neighbors(
             scores.append(hits.scores[near])
             _check_count(sum(map(len, scores)) // 2)
             pending, k = pending[full], 4 * k
-        done += len(positions)
-        progress(done, total)
+        progress(part.stop, len(everything))
     unique, first = np.unique(np.concatenate(pairs), axis=0, return_index=True)
     return unique, np.concatenate(scores)[first]
 
@@ -248,11 +251,6 @@ def _measure_threshold(
 
 
 def _unusual_distance(distances: npt.NDArray[np.floating[Any]]) -> float:
-    """Return a distance that few nearest neighbors fall below, even if some are copies.
-
-    Distances are compared by their logarithms. Median and median absolute deviation change
-    little while fewer than half of the images have copies.
-    """
-    logs = np.log(np.maximum(distances, 1e-7))
-    middle = np.median(logs)
-    return float(np.exp(middle - _DEVIATIONS * 1.4826 * np.median(np.abs(logs - middle))))
+    """Return a distance that few nearest neighbors fall below, even if some are copies."""
+    median, deviation = log_spread(distances)
+    return float(np.exp(median - _DEVIATIONS * deviation))

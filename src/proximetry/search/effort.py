@@ -41,6 +41,9 @@ class Effort(NamedTuple):
             raise UsageError(f"exact cannot be combined with {', '.join([*chosen][:-1])}")
 
 
+DEFAULT_EFFORT = Effort()
+
+
 def measure_recall(snapshot: Snapshot, sample: int, k: int, effort: Effort) -> float:
     """Return recall@k of a search against an exact one; see `Gallery.recall`."""
     allowed = snapshot.alive

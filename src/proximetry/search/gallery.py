@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from proximetry.models import Embedder
 from proximetry.models.constants import Similarity
 from proximetry.models.storage import read_calibration, read_description
 from proximetry.search import indexes, metadata
+from proximetry.search.changes import add_rows, merge_segments, remove_rows
 from proximetry.search.conditions import Where
 from proximetry.search.duplicates import Duplicates, find_duplicates
 from proximetry.search.effort import Effort, measure_recall
@@ -38,7 +39,7 @@ from proximetry.search.manifest import (
     lock_new_folder,
     write_lock,
 )
-from proximetry.search.merge import merge_galleries
+from proximetry.search.merge import merge_snapshots
 from proximetry.search.new_images import (
     BadImages,
     Images,
@@ -46,7 +47,6 @@ from proximetry.search.new_images import (
     NewImages,
     SkippedImage,
     Vectors,
-    stamp_of,
 )
 from proximetry.search.outliers import LabelError, Outlier, find_label_errors, find_outliers
 from proximetry.search.prediction import Prediction
@@ -54,6 +54,7 @@ from proximetry.search.queries import (
     Box,
     Combine,
     Queries,
+    as_ids,
     check_options,
     embed_queries,
     run_queries,
@@ -61,8 +62,8 @@ from proximetry.search.queries import (
 from proximetry.search.relocation import remap_paths
 from proximetry.search.search_result import SearchResult
 from proximetry.search.segment import check_segment
-from proximetry.search.snapshot import Snapshot, merge_small_segments
-from proximetry.search.sync import Changes, sync_images
+from proximetry.search.snapshot import Snapshot
+from proximetry.search.sync import Changes, check_files, plan_sync
 from proximetry.search.versions import Version, find_version, list_versions, prune_versions
 
 if TYPE_CHECKING:
@@ -216,7 +217,8 @@ class Gallery:
         if isinstance(galleries, str | os.PathLike):
             raise UsageError(f"galleries must be a list, got {str(galleries)!r}")
         opened = [one if isinstance(one, Gallery) else cls.open(one) for one in galleries]
-        merge_galleries(opened, path, index, progress or ignore, report or ignore)
+        snapshots = [one._check_local("merge") for one in opened]
+        merge_snapshots(snapshots, path, index, progress or ignore, report or ignore)
         return cls.open(path)
 
     @property
@@ -267,11 +269,8 @@ class Gallery:
         """The similarity of vectors: "cosine" or "euclidean"."""
         return self._snapshot.manifest.similarity
 
-    def _indexes(self) -> list[str]:
-        return [info.index or indexes.EXACT for info in self._snapshot.manifest.segments]
-
     def __repr__(self) -> str:
-        kinds = ", ".join(dict.fromkeys(self._indexes())) or indexes.EXACT
+        kinds = ", ".join(dict.fromkeys(self._snapshot.index_kinds)) or indexes.EXACT
         return (
             f"Gallery({self.name!r}: {pluralize(len(self), 'image')}, {self.dim} dimensions, "
             f"{self.similarity}, index {kinds})"
@@ -321,8 +320,7 @@ class Gallery:
 
     def sample_ids(self, count: int) -> IntArray:
         """Return the ids of up to `count` random images, in ascending order."""
-        ids = self.ids()
-        return np.sort(np.random.default_rng(0).permutation(ids)[:count])
+        return np.sort(self._snapshot.sample_ids(count))
 
     @property
     def columns(self) -> list[str]:
@@ -361,8 +359,7 @@ class Gallery:
         return snapshot
 
     def count_labels(self) -> dict[str, int]:
-        """Return the number of images of each class."""
-        assert isinstance(self._snapshot, Snapshot)
+        """Return the number of images of each class; on Milvus, in a sample of 16 384."""
         return self._snapshot.count_labels()
 
     def contains(
@@ -383,19 +380,17 @@ class Gallery:
             The paths of missing files, and of files whose size or modification time has changed
             since they were embedded.
         """
-        snapshot = self._check_local("check_files")
-        missing: list[str] = []
-        changed: list[str] = []
-        for file in snapshot.files(snapshot.positions_below(folder)):
-            stamp = stamp_of(file.path)
-            if stamp is None:
-                missing.append(file.path)
-            elif file.is_changed(stamp):
-                changed.append(file.path)
-        return missing, changed
+        return check_files(self._check_local("check_files"), folder)
 
     def sync(
-        self, images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], **options: Any
+        self,
+        images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Any,
+        *,
+        folders: Iterable[str | os.PathLike[str]] | None = None,
+        bad_images: BadImages = "error",
+        batch_size: int = 64,
+        progress: Progress | None = None,
+        report: Report | None = None,
     ) -> Changes:
         """Update the gallery to the files of folders, in one atomic change.
 
@@ -404,14 +399,32 @@ class Gallery:
         and metadata. All of these get new ids. Galleries on Milvus do not support this.
 
         Args:
-            images: folders; or image files and tables, whose missing images are not removed.
-            **options: `bad_images`, `batch_size`, `progress` and `report` as in `build`.
+            images: folders, image files and tables; or, with `folders`, a table as in `build`.
+            folders: images below these are removed if their file is missing; by default those of
+                `images`.
+            bad_images: as in `build`, like the following.
+            batch_size: images per forward pass.
+            progress: called with (done, total) while images are embedded and indexed.
+            report: called with messages, such as the index.
         """
-        names = [images] if isinstance(images, str | os.PathLike) else images
-        sources = [*map(os.path.expanduser, names)]
-        missing = options.get("bad_images") == "skip"
-        table, _ = metadata.from_sources(sources, allow_missing=missing)
-        return sync_images(self, table, [*filter(os.path.isdir, sources)], **options)
+        self._check_local("sync")
+        if folders is None:
+            names = [images] if isinstance(images, str | os.PathLike) else images
+            sources = [*map(os.path.expanduser, names)]
+            images, _ = metadata.from_sources(sources, allow_missing=bad_images == "skip")
+            folders = [*filter(os.path.isdir, sources)]
+        snapshot = Snapshot.open(self.path)
+        self._check_not_rebuilt(snapshot)
+        plan = plan_sync(snapshot, images, folders, bad_images, batch_size, progress, report)
+        self.skipped = []
+        if plan.new_images is not None:
+            plan.new_images.embed(self.embedder, snapshot.manifest.embedder, self.path)
+            self.skipped = plan.new_images.skipped
+        if plan.new_images is not None and len(plan.new_images.table):
+            self._write(plan.new_images, replace=True)
+        elif len(plan.missing):
+            self.remove(snapshot.ids(plan.missing))
+        return plan.changes()
 
     def remap_paths(
         self, new: str | os.PathLike[str], old: str | os.PathLike[str] | None = None
@@ -424,9 +437,7 @@ class Gallery:
             new: the folder of the images now.
             old: the folder before; by default the common folder of all images.
         """
-        self._check_local("remap_paths")
-        with write_lock(self.path, ignore):
-            snapshot = self._open_for_writing()
+        with self._change("remap_paths") as snapshot:
             former = None if old is None else os.fspath(old)
             manifest, count = remap_paths(snapshot, former, os.path.abspath(new))
             self._commit(manifest)
@@ -467,25 +478,30 @@ class Gallery:
             positions = np.array([existing.get(path, -1) for path in paths.to_pylist()], np.int64)
             stored = snapshot.take(positions, snapshot.columns)
             new_images.table = metadata.fill_missing(new_images.table, stored)
-        if isinstance(snapshot, Snapshot):  # on Milvus a column may have values of any type
-            metadata.concat([snapshot.table, new_images.table])
-        if not replace:
-            self._check_new(snapshot, new_images.table)
+        return self._add(new_images, snapshot, replace=replace)
+
+    def _add(self, new_images: NewImages, snapshot: Any, *, replace: bool) -> IntArray:
+        self._check_new(snapshot, new_images.table, replace)
         if not new_images.embedded:
-            self._embed(new_images)
+            new_images.embed(self.embedder, snapshot.manifest.embedder, self.path)
         self.skipped = new_images.skipped
         if not len(new_images.table):
             return np.arange(0)
         unlabeled = 0 if replace or new_images.has_labels else new_images.table["label"].null_count
-        if unlabeled and isinstance(snapshot, Snapshot) and snapshot.count_labels():
+        if unlabeled and snapshot.count_labels():
             new_images.warn(
                 f"{pluralize(unlabeled, 'new image')} without a class in the gallery {self.name}, "
                 "which has classes. Pass labels=, a class folder or a table."
             )
         return self._write(new_images, replace=replace)
 
-    def _embed(self, new_images: NewImages) -> None:
-        new_images.embed(self.embedder, self._snapshot.manifest.embedder, self.path)
+    def _write(self, new_images: NewImages, *, replace: bool) -> IntArray:
+        with self._change("add", new_images.report) as snapshot:
+            self._check_new(snapshot, new_images.table, replace)
+            manifest = add_rows(snapshot, new_images)
+            self._commit(manifest)
+        new_images.discard()
+        return np.arange(snapshot.manifest.next_id, manifest.next_id)
 
     def _check_not_rebuilt(self, snapshot: AnySnapshot) -> None:
         if snapshot.manifest.embedder != self._snapshot.manifest.embedder:
@@ -493,65 +509,41 @@ class Gallery:
                 f"the gallery {self.name} was rebuilt with another embedder. Call refresh()."
             )
 
-    def _check_new(self, snapshot: AnySnapshot, table: Any) -> None:
-        if existing := snapshot.find_paths(table):
+    def _check_new(self, snapshot: Snapshot, table: Any, replace: bool) -> None:
+        metadata.concat([snapshot.table, table])  # raises if types of columns differ
+        if not replace and (existing := snapshot.find_paths(table)):
             names = join_first([os.fsdecode(path) for path in sorted(existing)])
             raise UsageError(
                 f"{pluralize(len(existing), 'image')} already in the gallery {self.name}: {names}. "
                 "Pass replace=True to embed them again."
             )
 
-    def _write(self, new_images: NewImages, *, replace: bool) -> IntArray:
-        with write_lock(self.path, new_images.report):
-            snapshot = self._open_for_writing()
-            metadata.concat([snapshot.table, new_images.table])  # raises if types of columns differ
-            manifest = snapshot.manifest
-            if not replace:
-                self._check_new(snapshot, new_images.table)
-            old = snapshot.find_paths(new_images.table)
-            old |= snapshot.find_paths(metadata.from_columns({"path": new_images.replaced}))
-            if old:
-                manifest = snapshot.mark_deleted(snapshot.ids(np.array(sorted(old.values()))))
-            segment = new_images.write(self.path, manifest)
-            first, end = manifest.next_id, manifest.next_id + segment.rows
-            segments = (*manifest.segments, segment)
-            manifest = dataclasses.replace(manifest, next_id=end, segments=segments)
-            self._commit(merge_small_segments(self.path, manifest))
-            if segment.index:
-                new_images.report(indexes.describe(segment.index, segment.rows, segment.recall))
-            new_images.discard()
-            return np.arange(first, end)
-
     def remove(self, ids: Sequence[int] | IntArray, *, report: Report | None = None) -> None:
         """Remove images by their ids; `ids(where)` returns them."""
-        with write_lock(self.path, report or ignore):
-            snapshot = self._open_for_writing()
-            self._commit(snapshot.mark_deleted(snapshot.ids(self._positions(snapshot, ids))))
+        with self._change("remove", report) as snapshot:
+            self._commit(remove_rows(snapshot, self._positions(snapshot, ids)))
 
-    def _open_for_writing(self) -> Snapshot:
-        """Open the current version; validate embedder and metadata files; requires the lock."""
-        snapshot = Snapshot.open(self.path)
-        self._check_not_rebuilt(snapshot)
-        snapshot.check_tables()
-        return snapshot
+    @contextmanager
+    def _change(self, method: str, report: Report | None = None) -> Iterator[Snapshot]:
+        """Lock the gallery, and open its current version to change it."""
+        self._check_local(method)
+        with write_lock(self.path, report or ignore):
+            snapshot = Snapshot.open(self.path)
+            self._check_not_rebuilt(snapshot)
+            snapshot.check_tables()
+            yield snapshot
 
     def compact(self, *, progress: Progress | None = None, report: Report | None = None) -> None:
         """Rewrite all images as one segment, without removed rows, and index it."""
-        report = report or ignore
-        with write_lock(self.path, report):
-            snapshot = self._open_for_writing()
-            self._commit(snapshot.merge(0, snapshot.manifest.index, progress or ignore))
+        with self._change("compact", report) as snapshot:
+            self._commit(merge_segments(snapshot, 0, self.index, progress or ignore))
         for info in self._snapshot.manifest.segments:
-            report(indexes.describe(info.index, info.rows, info.recall))
+            (report or ignore)(indexes.describe(info.index, info.rows, info.recall))
 
     @property
     def needs_compaction(self) -> bool:
-        """Whether many rows are removed, or scanned although the gallery has an index."""
-        segments, count = self._snapshot.manifest.segments, len(self)
-        total = sum(info.rows for info in segments)
-        scanned = sum(info.rows for info in segments if not info.index)
-        large = indexes.resolve(self.index, count) != ""
-        return total - count > max(1000, total // 4) or (large and scanned > total // 4)
+        """Whether many images are removed, or another index fits their number."""
+        return self._snapshot.needs_compaction
 
     def _commit(self, manifest: Manifest) -> None:
         """Commit a change; requires the lock."""
@@ -590,7 +582,11 @@ class Gallery:
         self.close()
 
     def verify(self, progress: Progress | None = None) -> None:
-        """Verify the checksums of all files of the current version; raise ValueError if damaged."""
+        """Verify the checksums of all files of the current version; raise ValueError if damaged.
+
+        Galleries on Milvus do not support this.
+        """
+        self._check_local("verify")
         segments = Snapshot.open(self.path).manifest.segments
         for number, info in enumerate(segments):
             check_segment(self.path, info)
@@ -644,11 +640,17 @@ class Gallery:
             [[0, 1], [1, 0]]
         """
         check_options(self.similarity, k, combine, expand, rerank)
-        snapshot = self._view()
-        find = self._searcher(snapshot, Effort(nprobe, ef, refine, exact), where)
+        snapshot, effort = self._snapshot.view(), Effort(nprobe, ef, refine, exact)
+        effort.check(snapshot.index_kinds)
+        allowed, ids = snapshot.select(where or {}), as_ids(queries)
+        positions = None if ids is None else self._positions(snapshot, ids)
         embedded = embed_queries(
-            self, snapshot, queries, box, combine, batch_size, progress or ignore
+            self, snapshot, queries, positions, box, combine, batch_size, progress or ignore
         )
+
+        def find(vectors: FloatArray, count: int) -> Hits:
+            return snapshot.search(vectors, count, allowed, effort)
+
         hits, scores = run_queries(snapshot, find, embedded, int(k), combine, int(expand), rerank)
         calibration = self.calibration
         prior = 0.5
@@ -666,22 +668,6 @@ class Gallery:
             _positions=hits.positions,
             _take=snapshot.take,
         )
-
-    def _view(self) -> AnySnapshot:
-        """Return what a search reads."""
-        return self._snapshot
-
-    def _searcher(
-        self, snapshot: AnySnapshot, effort: Effort, where: Where | None
-    ) -> Callable[[FloatArray, int], Hits]:
-        """Return a function of (vectors, k) that searches the allowed images."""
-        allowed = snapshot.select(where or {})
-        if not any(value is not None and value is not False for value in effort):
-            return lambda vectors, k: snapshot.search(vectors, k, allowed)
-        if not isinstance(snapshot, Snapshot):
-            raise UsageError("nprobe, ef, refine and exact are not supported on Milvus")
-        effort.check(self._indexes())
-        return lambda vectors, k: snapshot.search(vectors, k, allowed, effort)
 
     def recall(
         self,
@@ -704,7 +690,7 @@ class Gallery:
             if not is_integer(value):
                 raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
         snapshot, effort = self._check_local("recall"), Effort(nprobe, ef, refine)
-        effort.check(self._indexes())
+        effort.check(snapshot.index_kinds)
         return measure_recall(snapshot, int(sample), int(k), effort)
 
     def predict(self, queries: Queries, k: int = 10, **options: Any) -> list[Prediction]:
@@ -720,10 +706,14 @@ class Gallery:
         return self.search(queries, k, **options).predictions
 
     def serve(self, host: str = "127.0.0.1", port: int = 8000, token: str | None = None) -> None:
-        """Serve the search page of the gallery until Ctrl-C; see `proximetry.web.serve`."""
+        """Serve the search page of the gallery until Ctrl-C; see `proximetry.web.serve`.
+
+        Searches of a gallery on a GPU stay there, and do not see changes by other processes.
+        """
         import proximetry  # web is a higher package, used by this method only
 
-        proximetry.web.serve(self if is_milvus(self.name) else self.path, host, port, token)
+        source = self if self._scan_device or is_milvus(self.name) else self.path
+        proximetry.web.serve(source, host, port, token)
 
     def duplicates(
         self, threshold: float | None = None, *, progress: Progress | None = None
@@ -752,8 +742,8 @@ class Gallery:
     def outliers(self, *, progress: Progress | None = None) -> list[Outlier]:
         """Find images that are far from all others, the farthest first.
 
-        Their log distance to the 10 nearest images is over three robust standard deviations above
-        the median.
+        Their mean distance to the 5 nearest images, as a logarithm, is over 5 robust standard
+        deviations above the median, as in `proximetry check`.
         """
         return find_outliers(self._snapshot, progress or ignore)
 

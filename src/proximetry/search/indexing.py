@@ -18,7 +18,7 @@ from proximetry.search import metadata
 from proximetry.search.gallery import Gallery
 from proximetry.search.manifest import EMBEDDER, GALLERY, MANIFEST, Report, is_milvus
 from proximetry.search.new_images import BadImages
-from proximetry.search.sync import Changes, sync_images
+from proximetry.search.sync import Changes
 
 Model: TypeAlias = Embedder | str | os.PathLike[str] | None
 """An embedder, a source of `Embedder.load`, or None."""
@@ -42,8 +42,8 @@ def index(
 
     Args:
         images: a folder, image file, CSV or Parquet table or tar file, several of these, or a
-            catalog; or a .parquet, .npz or .npy file of vectors with any other columns, for a
-            gallery without images.
+            catalog; or a .parquet, .npz or .npy file of vectors with any other columns, such as
+            `proximetry embed` writes, which are not embedded again.
         out: folder or Milvus address of the gallery; by default the folder "gallery".
         model: an embedder, or any source of `Embedder.load`. By default the gallery's embedder or,
             for a new gallery, a pretrained network from an installed package.
@@ -126,7 +126,7 @@ def update(
     """Add the new images of a table to a gallery; with folders, synchronize these."""
     gallery.skipped = []
     if folders is not None:
-        changes = sync_images(gallery, table, folders, **options)
+        changes = gallery.sync(table, folders=folders, **options)
     else:
         is_indexed = gallery.contains(metadata.values(table["path"]))
         if any(is_indexed):

@@ -1,4 +1,4 @@
-"""`merge_galleries`: write the images of several galleries of one embedder as a new gallery."""
+"""`merge_snapshots`: write the images of several galleries of one embedder as a new gallery."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,27 +18,24 @@ from proximetry.search import indexes, metadata
 from proximetry.search.exact import FloatArray
 from proximetry.search.manifest import EMBEDDER, Manifest, Report, commit_first, lock_new_folder
 from proximetry.search.segment import BLOCK, write_segment
-
-if TYPE_CHECKING:
-    from proximetry.search.gallery import Gallery
+from proximetry.search.snapshot import Snapshot
 
 
-def merge_galleries(
-    galleries: Sequence[Gallery],
+def merge_snapshots(
+    snapshots: Sequence[Snapshot],
     out: str | os.PathLike[str],
     index: str | None,
     progress: Progress,
     report: Report,
 ) -> None:
     """Merge galleries; see `Gallery.merge`."""
-    if not galleries:
+    if not snapshots:
         raise UsageError("no galleries. Pass at least one.")
-    snapshots = [gallery._check_local("merge") for gallery in galleries]
     first = snapshots[0].manifest
-    for gallery, snapshot in zip(galleries, snapshots, strict=True):
+    for snapshot in snapshots:
         if snapshot.manifest.embedder != first.embedder:
             raise UsageError(
-                f"{gallery.name} and {galleries[0].name} have different embedders. Index the "
+                f"{snapshot.folder} and {snapshots[0].folder} have different embedders. Index the "
                 "images again with one of them."
             )
     alive = [snapshot.allowed_positions(snapshot.alive) for snapshot in snapshots]
@@ -61,11 +58,11 @@ def merge_galleries(
             for part in chunks(len(own), BLOCK):
                 yield snapshot.vectors(own[part])
 
-    folder, kinds = Path(out), {gallery.index for gallery in galleries}
+    folder, kinds = Path(out), {snapshot.manifest.index for snapshot in snapshots}
     index = index or (kinds.pop() if len(kinds) == 1 else "auto")
     indexes.check(index, first.dim, len(keep))
     with lock_new_folder(folder, report):
-        shutil.copytree(galleries[0].path / EMBEDDER, folder / EMBEDDER, dirs_exist_ok=True)
+        shutil.copytree(snapshots[0].folder / EMBEDDER, folder / EMBEDDER, dirs_exist_ok=True)
         manifest = Manifest(first.embedder, first.similarity, first.dim, index)
         kind = indexes.resolve(index, len(keep))
         ids = np.arange(len(keep))

@@ -85,7 +85,7 @@ def from_sources(
     tables, notes = list[Any](), list[str]()
     for name in names:
         if is_vector_file(name):
-            raise UsageError(f"{name} has vectors without paths. Pass it alone, or pass images.")
+            raise UsageError(f"{name} has vectors. Index it separately.")
         catalog = find_catalog(
             Path(name).expanduser(), columns, allow_missing=allow_missing, progress=progress
         )

@@ -14,23 +14,25 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
 from proximetry._util.errors import UsageError
-from proximetry._util.formatting import format_int, format_value, join_first, pluralize
+from proximetry._util.files import cache_folder
+from proximetry._util.formatting import format_int, format_value, pluralize
 from proximetry._util.tensors import chunks
 from proximetry._util.types import IntArray, Progress
 from proximetry.models import Embedder
 from proximetry.search import indexes, metadata
 from proximetry.search.conditions import Where, parse_where
-from proximetry.search.exact import SPARE, FloatArray, Hits, Scores, exact_scores, merge_hits
+from proximetry.search.effort import DEFAULT_EFFORT, Effort
+from proximetry.search.exact import FloatArray, Hits, Scores, exact_scores, merge_hits
 from proximetry.search.gallery import Gallery
 from proximetry.search.manifest import Manifest, Report, ignore
 from proximetry.search.milvus_client import LOAD_SECONDS, Address, MilvusClient
@@ -46,8 +48,6 @@ _MAX_TEXT = 65_535
 # Per message, which may have 64 MB: numbers take 16 MB, and metadata some kilobytes per row.
 _MAX_NUMBERS, _MAX_ROWS = 1 << 22, 4096
 _SORTED = {"iterator": "True", "reduce_stop_for_best": "True"}  # returns the smallest ids
-_ROW_NUMBERS = 256  # metadata of a row takes about as much as these numbers
-_SEGMENT_BYTES = 1 << 30  # of vectors that Milvus indexes together
 
 
 def find(path: str | os.PathLike[str]) -> Collection | None:
@@ -62,26 +62,19 @@ def find(path: str | os.PathLike[str]) -> Collection | None:
     return collection if collection.complete else None
 
 
-def choose_index(index: str, count: int, dim: int) -> tuple[str, dict[str, int]]:
+def choose_index(index: str, count: int) -> tuple[str, dict[str, int]]:
     """Return Milvus's index for a factory string and a number of rows, and its settings."""
-    if index == "AUTOINDEX":
-        return index, {}
-    segment = min(count, _SEGMENT_BYTES // (4 * dim))
-    if index == "auto":
-        index = indexes.resolve(index, count) or indexes.EXACT
-        if index.startswith("IVF"):
-            index = f"IVF{indexes.choose_nlist(segment)},SQ8"
-    if index == indexes.EXACT:
-        return "FLAT", {}
+    if index == "auto":  # each segment of about 1 GB has an index, so lists do not grow further
+        index = indexes.resolve(index, min(count, indexes.MAX_GRAPH_ROWS + 1)) or indexes.EXACT
+    if index in (indexes.EXACT, "AUTOINDEX"):
+        return index.upper(), {}
     if match := re.fullmatch(r"HNSW(\d+)", index):
         return "HNSW", {"M": int(match[1]), "efConstruction": 200}
     if match := re.fullmatch(r"IVF(\d+),(Flat|SQ8)", index):
         return f"IVF_{match[2].upper()}", {"nlist": int(match[1])}
-    if match := re.fullmatch(r"IVF(\d+),PQ(\d+)", index):
-        return "IVF_PQ", {"nlist": int(match[1]), "m": int(match[2]), "nbits": 8}
     raise UsageError(
         f"unknown index on Milvus: {format_value(index)}. Use auto, Flat, HNSW32, IVF1024,Flat, "
-        "IVF1024,SQ8, IVF1024,PQ64 or AUTOINDEX."
+        "IVF1024,SQ8 or AUTOINDEX."
     )
 
 
@@ -93,17 +86,14 @@ def ids_of(table: Any) -> IntArray:
 
 
 class Collection:
-    """The current state of a gallery on Milvus, with the methods of a `Snapshot`.
-
-    Scores are computed from vectors, as in other galleries. Those of a `view` are the server's.
-    """
+    """The current state of a gallery on Milvus, with the methods of a `Snapshot`."""
 
     max_k = MAX_K
     class_share = 0.0  # unknown
 
     def __init__(self, client: MilvusClient) -> None:
         self.client, self.address, self.name = client, client.address, client.address.collection
-        self.records: dict[int, dict[str, Any]] | None = None  # results of a view, by id
+        self.records: dict[int, dict[str, Any]] | None = None  # metadata of results, by id
         properties = client.describe_collection(self.name).get("properties") or {}
         if _GALLERY not in properties:
             raise UsageError(f"{self.address} is not a gallery. Choose another collection.")
@@ -119,7 +109,7 @@ class Collection:
         partition = f"{self.address.partition}." if self.address.partition else ""
         self.completed = f"{_COMPLETE}{partition}"
         self.complete = any(key.startswith(self.completed) for key in properties)
-        self.kind, self.settings = "", dict[str, int]()
+        self.kind, self.nlist = "", 0  # of the index
         # Rows with vectors per message.
         self._batch = min(_MAX_ROWS, max(1, _MAX_NUMBERS // self.manifest.dim))
         self._reading: dict[str, Any] = {"consistency_level": self.address.consistency}
@@ -130,7 +120,7 @@ class Collection:
     def create(cls, client: MilvusClient, manifest: Manifest, count: int) -> Collection:
         """Create an empty gallery, or open one whose build was interrupted."""
         address, types = client.address, client.pymilvus.DataType
-        choose_index(manifest.index, count, manifest.dim)  # raises for an unknown one
+        choose_index(manifest.index, count)  # raises for an unknown one
         if not client.has_collection(address.collection):
             schema = client.pymilvus.MilvusClient.create_schema(auto_id=False)
             schema.add_field("id", types.INT64, is_primary=True)
@@ -161,41 +151,26 @@ class Collection:
             client.create_partition(created.name, address.partition)
         return created.load(count)
 
-    def index(self, kind: str, settings: dict[str, int]) -> Collection:
-        """Index vectors and text, whose index the server chooses, and load the rows."""
-        params = self.client.pymilvus.MilvusClient.prepare_index_params()
-        metric = "IP" if self.manifest.similarity == "cosine" else "L2"
-        params.add_index("vector", kind, "vector", metric_type=metric, params=settings)
-        for name in () if self.address.local else TEXTS:  # Milvus Lite scans its file
-            params.add_index(name, index_name=name)
-        self.client.create_index(self.name, params, timeout=LOAD_SECONDS)
-        return self.load()
-
     def load(self, count: int | None = None) -> Collection:
-        """Load the rows on the server and read the settings of the index.
+        """Load the rows on the server; index them before if they are not.
 
-        If there is no index, as after an interruption, build one for the number of rows.
+        The server chooses the index of text.
         """
-        if "vector" not in self.client.list_indexes(self.name):
-            rows = self.client.get_collection_stats(self.name)["row_count"]
-            count = int(rows) if count is None else count
-            return self.index(*choose_index(self.manifest.index, count, self.manifest.dim))
-        replicas = self.address.replicas
-        state = self.client.get_load_state(self.name)["state"]
-        if replicas or state.name != "Loaded":  # loading again may change the number of replicas
-            options = {"replica_number": replicas or 1, "timeout": LOAD_SECONDS}
-            self.client.load_collection(self.name, **options)
-        index = self.client.describe_index(self.name, "vector")
-        self.kind = index["index_type"]
-        names = ("M", "efConstruction", "nlist", "m", "nbits")
-        self.settings = {name: int(index[name]) for name in names if name in index}
+        client, name, replicas = self.client, self.name, self.address.replicas
+        if "vector" not in client.list_indexes(name):
+            rows = int(client.get_collection_stats(name)["row_count"]) if count is None else count
+            kind, settings = choose_index(self.manifest.index, rows)
+            metric = "IP" if self.manifest.similarity == "cosine" else "L2"
+            params = client.pymilvus.MilvusClient.prepare_index_params()
+            params.add_index("vector", kind, "vector", metric_type=metric, params=settings)
+            for text in () if self.address.local else TEXTS:  # Milvus Lite scans its file
+                params.add_index(text, index_name=text)
+            client.create_index(name, params, timeout=LOAD_SECONDS)
+        if replicas or client.get_load_state(name)["state"].name != "Loaded":
+            client.load_collection(name, replica_number=replicas or 1, timeout=LOAD_SECONDS)
+        index = client.describe_index(name, "vector")
+        self.kind, self.nlist = index["index_type"], int(index.get("nlist", 0))
         return self
-
-    def view(self) -> Collection:
-        """Return a copy for one search: it keeps the metadata of its results."""
-        viewed = copy(self)
-        viewed.records = {}
-        return viewed
 
     def __len__(self) -> int:
         (answer,) = self._query(filter="", output_fields=["count(*)"])
@@ -214,35 +189,47 @@ class Collection:
             if not self._query(filter=term, output_fields=["id"], limit=1):
                 raise UsageError(f"no image has {condition}")
 
-    def _iterate(
-        self, field: str, size: int, allowed: Mapping[str, str]
-    ) -> Iterator[list[dict[str, Any]]]:
-        """Yield batches of rows with id and this field, in the order of ids, as Milvus sorts."""
-        last, terms = -1, [*allowed.values()]
-        options = {"output_fields": ["id", field], "limit": size, **_SORTED}
-        while batch := self._query(filter=" and ".join([f"id > {last}", *terms]), **options):
-            yield batch  # may be shorter although there are more rows
-            last = max(row["id"] for row in batch)
-
-    def blocks(self) -> Iterator[tuple[IntArray, FloatArray]]:
-        """Yield ids and vectors of all rows."""
-        for batch in self._iterate("vector", self._batch, {}):
-            ids = np.array([row["id"] for row in batch], np.int64)
-            vectors = np.array([row["vector"] for row in batch], np.float32)
-            yield ids, vectors.reshape(-1, self.manifest.dim)
-
     def allowed_positions(self, allowed: Mapping[str, str]) -> IntArray:
-        """Return the ids of the allowed rows."""
-        batches = self._iterate("id", MAX_K, allowed)
-        ids = np.array([row["id"] for batch in batches for row in batch], np.int64)
-        if not len(ids):
+        """Return the ids of the allowed rows, in ascending order."""
+        last, ids, terms = -1, [np.empty(0, np.int64)], [*allowed.values()]
+        options = {"output_fields": ["id"], "limit": MAX_K, **_SORTED}
+        # A batch may be shorter although there are more rows.
+        while rows := self._query(filter=" and ".join([f"id > {last}", *terms]), **options):
+            ids.append(np.sort([row["id"] for row in rows]))
+            last = int(ids[-1][-1])
+        if last < 0:
             self._check_found(allowed)
-        return np.sort(ids)
+        return np.concatenate(ids)
 
-    def sample(self, field: str, count: int = MAX_K) -> list[Any]:
+    def _sample(self, field: str, count: int) -> list[Any]:
         """Return a field of up to `count` rows; ids are hashes, so the first rows are a sample."""
         rows = self._query(filter="id >= 0", output_fields=[field], limit=min(count, MAX_K))
         return [restore(row[field]) for row in rows]
+
+    def sample_ids(self, count: int) -> IntArray:
+        """Return the ids of up to `count` random images."""
+        return np.array(self._sample("id", count), np.int64)
+
+    def count_labels(self) -> dict[str, int]:
+        """Return the number of images of each class, in a sample if there are more than 16 384."""
+        return dict(Counter(filter(None, self._sample("label", MAX_K))))
+
+    @property
+    def index_kinds(self) -> list[str]:
+        """The index."""
+        return [indexes.EXACT if self.kind == "FLAT" else self.kind]
+
+    @property
+    def needs_compaction(self) -> bool:
+        """Whether another kind of index fits the number of images."""
+        kinds = {choose_index(self.manifest.index, len(self))[0], self.kind}
+        return len(kinds) > 1 and "AUTOINDEX" not in kinds
+
+    def view(self) -> Collection:
+        """Return a copy for one search, which keeps the metadata of its results."""
+        viewed = copy(self)
+        viewed.records = {}
+        return viewed
 
     def ids(self, positions: IntArray) -> IntArray:
         """Return positions, which are ids."""
@@ -286,21 +273,26 @@ class Collection:
         scores = exact_scores(queries, vectors, self.manifest.similarity)
         return np.where(positions >= 0, scores, -np.inf)
 
-    def search(self, queries: FloatArray, k: int, allowed: Mapping[str, str]) -> Hits:
+    def search(
+        self,
+        queries: FloatArray,
+        k: int,
+        allowed: Mapping[str, str],
+        effort: Effort = DEFAULT_EFFORT,
+    ) -> Hits:
         """Return the k nearest of the allowed rows."""
+        if effort != DEFAULT_EFFORT:
+            raise UsageError("nprobe, ef, refine and exact are not supported on Milvus")
         if k > MAX_K:
             raise UsageError(f"k must be at most {format_int(MAX_K)} on Milvus, got {k}")
-        compressed = self.kind in ("IVF_PQ", "IVF_SQ8")
-        rescored = compressed or self.records is None or bool(self.address.rescore)
-        count = min(indexes.compressed_candidates(k) if compressed else k + SPARE * rescored, MAX_K)
-        fields = ["vector"] * rescored
-        fields += [] if self.records is None else [*TEXTS, OTHERS]
-        effort = {"ef": min(max(indexes.EF_SEARCH, 2 * count), 2 * MAX_K)}
+        compressed = self.kind == "IVF_SQ8"
+        count = min(indexes.compressed_candidates(k), MAX_K) if compressed else k
+        params = {"ef": min(max(indexes.EF_SEARCH, 2 * count), 2 * MAX_K)}
         if self.kind.startswith("IVF"):
-            effort = {"nprobe": indexes.choose_nprobe(self.settings.get("nlist", 128))}
-        size = count * (rescored * self.manifest.dim + _ROW_NUMBERS)
+            params = {"nprobe": indexes.choose_nprobe(self.nlist)}
+        fields = ["vector"] * compressed + [*TEXTS, OTHERS] * (self.records is not None)
         parts = [Hits(np.empty((0, k), np.int64), np.empty((0, k)))]
-        for part in chunks(len(queries), max(1, _MAX_NUMBERS // size)):
+        for part in chunks(len(queries), max(1, self._batch // count)):
             lists = self.client.search(
                 self.name,
                 data=list(queries[part]),
@@ -308,34 +300,33 @@ class Collection:
                 filter=" and ".join(allowed.values()),
                 limit=count,
                 output_fields=fields,
-                search_params={"params": effort if self.kind[:3] in ("IVF", "HNS") else {}},
+                search_params={"params": params if self.kind[:3] in ("IVF", "HNS") else {}},
                 **self._reading,
             )
-            parts.append(merge_hits([self._read(queries[part], lists, count, rescored)], k))
+            parts.append(merge_hits([self._read(queries[part], lists, count)], k))
         positions, scores = map(np.concatenate, zip(*parts, strict=True))
         if allowed and not (positions >= 0).any():
             self._check_found(allowed)
         width = max(1, int((positions >= 0).sum(1).max(initial=0)))
         return Hits(positions[:, :width], scores[:, :width])
 
-    def _read(self, queries: FloatArray, lists: Any, count: int, rescored: bool) -> Hits:
-        """Return the hits of an answer of Milvus; keep their metadata if this is a view."""
+    def _read(self, queries: FloatArray, lists: Any, count: int) -> Hits:
+        """Return the hits of an answer of Milvus; score them here if the index is compressed."""
+        similarity = self.manifest.similarity
         positions = np.full((len(lists), count), -1, np.int64)
         scores = np.full(positions.shape, -np.inf)
-        vectors = np.zeros((*positions.shape, self.manifest.dim if rescored else 0), np.float32)
-        cosine = self.manifest.similarity == "cosine"  # Milvus squares distances, too
         for row, hits in enumerate(lists):
-            for rank, hit in enumerate(hits):
-                entity = hit["entity"]
-                score = hit["distance"] if cosine else min(-hit["distance"], 0.0)
-                positions[row, rank], scores[row, rank] = hit["id"], score
-                if rescored:
-                    vectors[row, rank] = entity.pop("vector")
-                if self.records is not None:
-                    self.records[hit["id"]] = entity
-        if rescored:
-            scores = exact_scores(queries, vectors, self.manifest.similarity)
-            scores[positions < 0] = -np.inf
+            entities = [hit["entity"] for hit in hits]
+            values = np.array([hit["distance"] for hit in hits], np.float64)
+            if self.kind == "IVF_SQ8" and hits:
+                vectors = np.array([[one.pop("vector") for one in entities]], np.float32)
+                values = exact_scores(queries[row : row + 1], vectors, similarity)[0]
+            elif similarity == "euclidean":  # Milvus squares distances, too
+                values = np.minimum(-values, 0.0)
+            ids = [hit["id"] for hit in hits]
+            positions[row, : len(ids)], scores[row, : len(ids)] = ids, values
+            if self.records is not None:
+                self.records |= zip(ids, entities, strict=True)
         return Hits(positions, scores)
 
     def find_paths(self, table: Any) -> dict[bytes, int]:
@@ -361,15 +352,15 @@ class Collection:
 
 
 def _rows(table: Any, vectors: FloatArray) -> list[dict[str, Any]]:
-    columns = {name: [*map(store, metadata.values(table[name]))] for name in table.column_names}
-    texts = {name: columns.pop(name) for name in TEXTS}
+    """Return images in the form of Milvus."""
+    columns = [[*map(store, metadata.values(table[name]))] for name in table.column_names]
     rows: list[dict[str, Any]] = []
-    for number, (item, vector) in enumerate(zip(ids_of(table).tolist(), vectors, strict=True)):
-        values = {name: column[number] for name, column in columns.items()}
-        others = {name: value for name, value in values.items() if value is not None}
-        row = {name: column[number] for name, column in texts.items()}
-        row["label"] = NO_TEXT if row["label"] is None else row["label"]
-        rows.append({"id": item, "vector": vector, OTHERS: others, **row})
+    for item, vector, *values in zip(ids_of(table).tolist(), vectors, *columns, strict=True):
+        others = dict(zip(table.column_names, values, strict=True))
+        path, label = others.pop("path"), others.pop("label")
+        others = {name: value for name, value in others.items() if value is not None}
+        label = NO_TEXT if label is None else label
+        rows.append({"id": item, "vector": vector, "path": path, "label": label, OTHERS: others})
     return rows
 
 
@@ -393,10 +384,10 @@ class MilvusGallery(Gallery):
         collection = Collection.create(client, manifest, count)
         built = cls(collection)
         built._embedder = embedder
-        new_images.report(indexes.describe(built._indexes()[0], count, prefix="Milvus "))
+        new_images.report(indexes.describe(collection.index_kinds[0], count, prefix="Milvus "))
         if not new_images.embedded:  # continue an interrupted build
             new_images.exclude(collection.positions(ids_of(new_images.table)) >= 0)
-        built._write(new_images, replace=True)
+        built._add(new_images, collection, replace=True)
         if len(built.skipped) == count:
             raise ValueError(f"{pluralize(count, 'image')} cannot be read: {built.skipped[0]}")
         client.alter_collection_properties(collection.name, {collection.completed: "1"})
@@ -414,8 +405,13 @@ class MilvusGallery(Gallery):
         return cls(collection.load())
 
     def __init__(self, collection: Collection) -> None:
-        super().__init__(collection.address.folder, str(collection.address), collection)
-        self._opened = time.time_ns()
+        super().__init__(cache_folder() / "milvus", str(collection.address), collection)
+        self._version = uuid4().hex
+
+    def limit_calls(self, seconds: float) -> None:
+        """Raise MilvusError if the server does not answer a call in time."""
+        client = self._snapshot.client
+        client.call_seconds, client.retry_seconds = seconds, 0.0
 
     def close(self) -> None:
         """Disconnect from the server; the gallery cannot be used afterwards."""
@@ -425,17 +421,10 @@ class MilvusGallery(Gallery):
     @property
     def version(self) -> str:
         """An identifier of this object, since the rows may change at any time."""
-        state = self.name, self._snapshot.manifest.embedder, self._opened
-        return hashlib.sha256(repr(state).encode()).hexdigest()
+        return self._version
 
     def _read_snapshot(self) -> Collection:
         return Collection(self._snapshot.client).load()
-
-    def _view(self) -> Collection:
-        return self._snapshot.view()
-
-    def _indexes(self) -> list[str]:
-        return [indexes.EXACT if self._snapshot.kind == "FLAT" else self._snapshot.kind]
 
     @property
     def embedder(self) -> Embedder:
@@ -447,27 +436,13 @@ class MilvusGallery(Gallery):
             )
         return self._embedder
 
-    def count_labels(self) -> dict[str, int]:
-        """Return the number of images of each class, in a sample if there are more than 16 384."""
-        return dict(Counter(filter(None, self._snapshot.sample("label"))))
-
-    def sample_ids(self, count: int) -> IntArray:
-        """See `Gallery.sample_ids`."""
-        return np.sort(np.array(self._snapshot.sample("id", count), np.int64))
-
-    def _check_new(self, snapshot: Any, table: Any) -> None:
-        """Accept all images: existing ones are replaced."""
-
-    def _embed(self, new_images: NewImages) -> None:
-        """Embed nothing yet: `_write` embeds and writes one part after the other."""
-
-    def _write(self, new_images: NewImages, *, replace: bool) -> IntArray:
-        collection = self._snapshot
+    def _add(self, new_images: NewImages, snapshot: Any, *, replace: bool) -> IntArray:
+        """Embed and write one part after the other; existing images are replaced."""
         ids, self.skipped = [np.empty(0, np.int64)], new_images.skipped
         for part in new_images.parts():
             if not part.embedded:
-                part.embed(self.embedder, collection.manifest.embedder, self.path)
-            ids.append(collection.write(part))
+                part.embed(self.embedder, snapshot.manifest.embedder, self.path)
+            ids.append(snapshot.write(part))
             part.discard()
             part.progress(len(part.table), len(part.table))
         return np.concatenate(ids)
@@ -480,37 +455,18 @@ class MilvusGallery(Gallery):
             targets = positions[part].tolist()
             collection.client.delete(collection.name, targets, partition_name=partition or None)
 
-    @property
-    def needs_compaction(self) -> bool:
-        """Whether another kind of index fits the number of images."""
-        kind = choose_index(self.index, len(self), self.dim)[0]
-        return kind != self._snapshot.kind and self._snapshot.kind != "AUTOINDEX"
-
     def compact(self, *, progress: Progress | None = None, report: Report | None = None) -> None:
         """Reclaim the space of removed rows, and build the index that fits the number of images.
 
         While another index is built, searches wait.
         """
-        collection = self._read_snapshot()
-        client, name, count = collection.client, collection.name, len(self)
+        self.refresh()  # another process may have built an index
+        outdated, count = self.needs_compaction, len(self)
+        client, name = self._snapshot.client, self._snapshot.name
         client.flush(name, timeout=LOAD_SECONDS)
         client.compact(name)
-        kind, settings = choose_index(self.index, count, self.dim)
-        same = all(settings.get(key, value) == value for key, value in collection.settings.items())
-        if collection.kind != "AUTOINDEX" and (kind != collection.kind or not same):
+        if outdated:
             client.release_collection(name)
             client.drop_index(name, "vector")
-            collection.index(kind, settings)
-        self._snapshot = collection
-        (report or ignore)(indexes.describe(self._indexes()[0], count, prefix="Milvus "))
-
-    def verify(self, progress: Progress | None = None) -> None:
-        """Read every vector; raise ValueError for invalid ones."""
-        for ids, vectors in self._snapshot.blocks():
-            squares = np.square(vectors.astype(np.float64)).sum(1)
-            valid = np.isfinite(squares)
-            if self.similarity == "cosine":  # zero vectors cannot be normalized
-                valid &= (np.abs(squares - 1) < 1e-3) | (squares == 0)
-            if not valid.all():
-                names = join_first(map(str, ids[~valid]))
-                raise ValueError(f"vectors in {self.name} are damaged: ids {names}")
+        self._snapshot.load(count)
+        (report or ignore)(indexes.describe(self._snapshot.index_kinds[0], count, prefix="Milvus "))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from proximetry._util.errors import UsageError, suggest
-from proximetry._util.files import cache_folder
 from proximetry._util.formatting import format_value
 from proximetry._util.imports import import_optional
 
@@ -33,7 +31,6 @@ _OPTIONS = {
     "shards": ("[1-9][0-9]{0,2}", "an integer from 1 to 999"),
     "replicas": ("[1-9][0-9]{0,2}", "an integer from 1 to 999"),
     "partition": (_NAME, "a name"),
-    "rescore": ("[01]", "0 or 1"),
 }
 
 
@@ -50,7 +47,6 @@ class Address:
     shards: int = 1
     replicas: int = 0  # the number that is loaded, or 1, if 0
     partition: str = ""  # all if empty
-    rescore: int = 0  # whether similarities are computed from the vectors, not by the server
 
     def __str__(self) -> str:
         return self.text
@@ -86,11 +82,9 @@ class Address:
             "or milvus:file.db/collection; collection names have letters, digits and _."
         )
 
-    @property
-    def folder(self) -> Path:
-        """The local folder of the vectors that several processes embed together."""
-        where = f"{self.uri}/{self.db}/{self.collection}"
-        return cache_folder() / "milvus" / hashlib.sha256(where.encode()).hexdigest()[:32]
+
+class MilvusError(ValueError):
+    """An error that Milvus reports, or a server that does not answer."""
 
 
 class MilvusClient:
@@ -98,6 +92,7 @@ class MilvusClient:
 
     def __init__(self, address: Address) -> None:
         self.address = address
+        self.call_seconds, self.retry_seconds = CALL_SECONDS, RETRY_SECONDS
         self.pymilvus = import_optional("pymilvus", "milvus", "A gallery on Milvus")
         logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # it logs errors that it raises
         if address.local:
@@ -115,11 +110,11 @@ class MilvusClient:
                 reason = "cannot be opened: another process uses it, or it is not a Milvus file"
             elif address.db:
                 reason += f" Does the database {address.db} exist?"
-            raise ValueError(f"{address}: {reason}") from error
+            raise MilvusError(f"{address}: {reason}") from error
 
     def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any, timeout: float = CALL_SECONDS, **options: Any) -> Any:
-            end = time.monotonic() + RETRY_SECONDS
+        def call(*arguments: Any, timeout: float = self.call_seconds, **options: Any) -> Any:
+            end = time.monotonic() + self.retry_seconds
             while True:
                 try:
                     return getattr(self._client, name)(*arguments, timeout=timeout, **options)
@@ -132,7 +127,7 @@ class MilvusClient:
                     if not transient or time.monotonic() > end:
                         reason = getattr(error, "message", None) or error
                         message = f"{self.address}: Milvus reports: {reason}"
-                        raise ValueError(message) from error
+                        raise MilvusError(message) from error
                 time.sleep(0.5)
 
         return call

@@ -111,7 +111,7 @@ class NewImages:
         self.only_files = not self.has_labels and self.table.column_names == ["path", "label"]
         self.only_files &= self.table["label"].null_count == len(self.table)
         self.progress, self.report = progress or ignore, report or ignore
-        self.warn = report or (lambda line: warnings.warn(line, stacklevel=3))
+        self.warn = report or (lambda line: warnings.warn(line, stacklevel=4))
         self.skipped: list[SkippedImage] = []
         self.replaced: Sequence[str] = ()
         self._bad_images, self._batch_size = bad_images, batch_size

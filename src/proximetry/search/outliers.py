@@ -17,9 +17,10 @@ from proximetry.search.queries import EmbeddedQueries, find_nearest
 if TYPE_CHECKING:
     from proximetry.search.gallery import AnySnapshot
 
-NEIGHBORS = 10
+NEIGHBORS = 10  # of an image, to compare labels
+OUTLIER_NEIGHBORS = 5  # to measure the distance of an image from the others
+MAX_DEVIATIONS = 5.0  # robust standard deviations of a log distance above the median
 _BLOCK = 4096  # images searched at a time
-_DEVIATIONS = 3.0  # of an outlier: robust standard deviations above the median log distance
 _MIN_PROBABILITY = 0.5  # that a label is wrong
 
 
@@ -42,20 +43,40 @@ class LabelError(NamedTuple):
     probability: float
 
 
+def log_spread(distances: npt.NDArray[np.floating[Any]]) -> tuple[float, float]:
+    """Return the median of log distances, and their robust standard deviation.
+
+    Both change little while fewer than half of the images are outliers or have copies.
+    """
+    logs = np.log(np.maximum(distances, 1e-7))
+    median = np.median(logs)
+    return float(median), float(1.4826 * np.median(np.abs(logs - median)))
+
+
+def outlier_deviations(distances: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
+    """Return how many standard deviations log distances are above the median.
+
+    Images above MAX_DEVIATIONS are outliers.
+
+    Args:
+        distances: mean distance of each image to its OUTLIER_NEIGHBORS nearest ones.
+    """
+    median, deviation = log_spread(distances)
+    return np.asarray((np.log(np.maximum(distances, 1e-7)) - median) / max(deviation, 1e-3))
+
+
 def find_outliers(snapshot: AnySnapshot, progress: Progress) -> list[Outlier]:
     """Find outliers; see `Gallery.outliers`."""
     allowed = snapshot.select({})
     positions = snapshot.allowed_positions(allowed)
-    hits = _neighbors(snapshot, positions, allowed, progress)
+    hits = _neighbors(snapshot, positions, allowed, OUTLIER_NEIGHBORS, progress)
     if hits.positions.shape[1] == 0:
         return []
     similarities = as_similarities(hits.scores, snapshot.manifest.similarity).astype(np.float64)
-    means = similarities.mean(1)
+    found = hits.positions >= 0  # an approximate index may find fewer
+    means = np.where(found, similarities, 0).sum(1) / np.maximum(found.sum(1), 1)
     best = 1.0 if snapshot.manifest.similarity == "cosine" else 0.0
-    logs = np.log(np.maximum(best - means, 1e-7))
-    median = np.median(logs)
-    deviation = max(1.4826 * float(np.median(np.abs(logs - median))), 1e-3)
-    rows = np.flatnonzero(logs > median + _DEVIATIONS * deviation)
+    rows = np.flatnonzero(outlier_deviations(best - means) > MAX_DEVIATIONS)
     rows = rows[np.argsort(means[rows], kind="stable")]
     columns = snapshot.take(positions[rows], ["path", "label"])
     ids = snapshot.ids(positions[rows]).tolist()
@@ -75,8 +96,9 @@ def find_label_errors(snapshot: AnySnapshot, progress: Progress) -> list[LabelEr
     classes, codes = np.unique(names.astype(np.str_), return_inverse=True)
     if np.bincount(codes).max() < MIN_CLASS_SIZE:
         return []
-    hits = _neighbors(snapshot, positions, allowed, progress)
-    neighbors = np.searchsorted(positions, hits.positions)
+    hits = _neighbors(snapshot, positions, allowed, NEIGHBORS, progress)
+    neighbors = np.searchsorted(positions, hits.positions).clip(max=len(positions) - 1)
+    neighbors[positions[neighbors] != hits.positions] = -1  # none, or added meanwhile
     model = fit_labels(snapshot.vectors(positions), codes.astype(np.int64), neighbors)
     rows = np.flatnonzero(model.wrong > _MIN_PROBABILITY)
     rows = rows[np.argsort(-model.wrong[rows], kind="stable")]
@@ -87,10 +109,10 @@ def find_label_errors(snapshot: AnySnapshot, progress: Progress) -> list[LabelEr
 
 
 def _neighbors(
-    snapshot: AnySnapshot, positions: IntArray, allowed: Any, progress: Progress
+    snapshot: AnySnapshot, positions: IntArray, allowed: Any, k: int, progress: Progress
 ) -> Hits:
-    """Return the nearest other images of the images at positions, among the allowed ones."""
-    k, hits = min(NEIGHBORS, len(positions) - 1), list[Hits]()
+    """Return the k nearest other images of the images at positions, among the allowed ones."""
+    k, hits = min(k, len(positions) - 1), list[Hits]()
     for part in chunks(len(positions), _BLOCK):
         own = positions[part]
         queries = EmbeddedQueries(snapshot.vectors(own), [], own[:, None])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from proximetry._util.errors import UsageError
 from proximetry._util.types import IntArray, Progress, is_integer
@@ -63,25 +64,30 @@ def embed_queries(
     gallery: Gallery,
     snapshot: AnySnapshot,
     queries: Any,
+    positions: IntArray | None,
     box: Box | None,
     combine: Combine | None,
     batch_size: int,
     progress: Progress,
 ) -> EmbeddedQueries:
-    """Return the vectors of queries; arguments are those of `Gallery.search`."""
-    positions = np.empty((0, 0), np.int64)
-    ids = _as_ids(queries)
-    if ids is not None:
-        positions = gallery._positions(snapshot, ids)[:, None]
-        images: Sequence[Any] = snapshot.take(positions[:, 0], ["path"])["path"]
-        vectors = snapshot.vectors(positions[:, 0])
+    """Return the vectors of queries; arguments are those of `Gallery.search`.
+
+    Of queries that are ids, `positions` are the rows.
+    """
+    own = np.empty((0, 0), np.int64) if positions is None else positions[:, None]
+    if positions is not None:
+        images: Sequence[Any] = snapshot.take(positions, ["path"])["path"]
+        vectors = snapshot.vectors(positions)
     elif "float" in str(getattr(queries, "dtype", "")) and queries.ndim in (1, 2):
         queries = queries[None] if queries.ndim == 1 else queries
         images = [None] * len(queries)
         vectors = as_vectors(queries, len(queries), gallery.dim)
     else:
         images = [queries] if gallery.embedder.is_single(queries) else list(queries)
-        images = images if box is None else [_crop(images, box)]
+        if box is not None:
+            if len(images) != 1:
+                raise UsageError(f"box needs one image, got {len(images)}")
+            images = [crop(open_image(images[0]), box)]
         try:
             vectors = gallery.embedder.encode(
                 images, batch_size, progress=lambda done: progress(done, len(images))
@@ -89,17 +95,17 @@ def embed_queries(
         except ValueError as error:
             cause = error.__cause__
             raise UsageError(str(cause if isinstance(cause, ValueError) else error)) from error
-    if box is not None and (ids is not None or images[:1] == [None]):
+    if box is not None and (positions is not None or images[:1] == [None]):
         raise UsageError("box needs an image as the query, not an id or a vector")
     vectors = prepare_vectors(vectors, snapshot.manifest)
     if combine is not None and len(vectors):
-        images, positions = images[:1], positions.reshape(1, -1)
+        images, own = images[:1], own.reshape(1, -1)
     if combine == "mean" and len(vectors):
         vectors = prepare_vectors(vectors.mean(0, keepdims=True), snapshot.manifest)
-    return EmbeddedQueries(vectors, images, positions)
+    return EmbeddedQueries(vectors, images, own)
 
 
-def _as_ids(queries: Any) -> list[int] | None:
+def as_ids(queries: Any) -> list[int] | None:
     """Return queries that are ids of the gallery, else None."""
     if is_integer(queries, _MIN_ID):
         return [int(queries)]
@@ -114,11 +120,8 @@ def _as_ids(queries: Any) -> list[int] | None:
     return None
 
 
-def _crop(images: Sequence[Any], box: Box) -> Any:
-    """Return a rectangle of the only image."""
-    if len(images) != 1:
-        raise UsageError(f"box needs one image, got {len(images)}")
-    image = open_image(images[0])
+def crop(image: Image.Image, box: Box) -> Image.Image:
+    """Return a rectangle of an image."""
     if len(box) != 4 or not all(is_integer(edge, 0) for edge in box):
         raise UsageError(
             f"box must be four integers of at least 0: left, top, right, bottom; got {box}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,23 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from proximetry._util.tensors import chunks
-from proximetry._util.types import IntArray, Progress
+from proximetry._util.types import IntArray
 from proximetry.search import indexes, metadata
 from proximetry.search.conditions import Where
-from proximetry.search.effort import Effort
+from proximetry.search.effort import DEFAULT_EFFORT, Effort
 from proximetry.search.exact import FloatArray, Hits, Mask, Part, Scores, Store, merge_hits, take
 from proximetry.search.gpu_scan import GpuScan
-from proximetry.search.manifest import DamagedGalleryError, Manifest, ignore, read_manifest
-from proximetry.search.segment import (
-    BLOCK,
-    Segment,
-    check_file,
-    check_segment,
-    open_array,
-    write_deleted,
-    write_segment,
-)
+from proximetry.search.manifest import DamagedGalleryError, Manifest, read_manifest
+from proximetry.search.segment import Segment, check_file, open_array
 
 if TYPE_CHECKING:
     from proximetry.search.new_images import Stamp
@@ -38,8 +28,6 @@ MAX_SCAN_ENTRIES = 1 << 24
 """Maximum rows × dimensions for scanning the rows that a filter allows: 10 ms per query."""
 SCAN_FACTOR = 64
 """Scan if (allowed rows)² < SCAN_FACTOR × k × rows, where an index is not faster."""
-MAX_MERGED_ROWS = 65_536  # of small segments: written in a second
-_DEFAULT = Effort()
 _MIN_FILTERED_K = 10  # of a search in an index, to estimate the allowed share near a query
 _MAX_GATHERED = 0.5  # share of a segment up to which allowed rows are gathered, else masked
 
@@ -193,6 +181,28 @@ class Snapshot:
         names = metadata.values(pairs.field("values"))
         return dict(zip(names, pairs.field("counts").to_pylist(), strict=True))
 
+    def sample_ids(self, count: int) -> IntArray:
+        """Return the ids of up to `count` random images."""
+        ids = self.ids(self.allowed_positions(self.alive))
+        return np.random.default_rng(0).permutation(ids)[:count]
+
+    @property
+    def index_kinds(self) -> list[str]:
+        """The index of each segment."""
+        return [info.index or indexes.EXACT for info in self.manifest.segments]
+
+    @property
+    def needs_compaction(self) -> bool:
+        """Whether many rows are removed, or scanned although the gallery has an index."""
+        total, count = int(self.starts[-1]), len(self)
+        scanned = sum(info.rows for info in self.manifest.segments if not info.index)
+        large = indexes.resolve(self.manifest.index, count) != ""
+        return total - count > max(1000, total // 4) or (large and scanned > total // 4)
+
+    def view(self) -> Snapshot:
+        """Return what a search reads."""
+        return self
+
     @cached_property
     def class_share(self) -> float:
         """The share of the images that are of the class of one of them, on average; 0 if unknown.
@@ -219,7 +229,9 @@ class Snapshot:
         names, scan = [info.name for info in self.manifest.segments], previous.gpu_scan
         self.gpu_scan = None if device is None else GpuScan(self.store, names, device, scan)
 
-    def search(self, queries: FloatArray, k: int, allowed: Any, effort: Effort = _DEFAULT) -> Hits:
+    def search(
+        self, queries: FloatArray, k: int, allowed: Any, effort: Effort = DEFAULT_EFFORT
+    ) -> Hits:
         """Return the k nearest of the allowed rows, by an index or an exact scan."""
         k = min(k, self.max_k)
         if self.gpu_scan is not None:
@@ -273,51 +285,3 @@ class Snapshot:
         if few.any():
             hits.positions[few], hits.scores[few] = self.store.search([part], queries[few], k)
         return hits
-
-    def blocks(self) -> Iterator[tuple[IntArray, FloatArray]]:
-        """Yield positions and vectors of all rows."""
-        positions = self.allowed_positions(self.alive)
-        for part in chunks(len(positions), 1024):
-            yield positions[part], self.vectors(positions[part])
-
-    def mark_deleted(self, ids: IntArray) -> Manifest:
-        """Write the file of removed ids; return the manifest that names it."""
-        all_deleted = np.union1d(self.deleted, ids)
-        return replace(self.manifest, deleted=write_deleted(self.folder, all_deleted))
-
-    def merge(self, first: int, index: str, progress: Progress) -> Manifest:
-        """Write the segments from `first` as one, without removed rows; return the manifest."""
-        manifest, start = self.manifest, int(self.starts[first])
-        for info in manifest.segments[first:]:  # damaged files must not get a new checksum
-            check_segment(self.folder, info)
-        positions = self.allowed_positions(self.alive)
-        positions = positions[positions >= start]
-        segments = manifest.segments[:first]
-        if len(positions):
-            merged = write_segment(
-                self.folder,
-                manifest,
-                self.table.take(metadata.arrow().array(positions)),
-                self.ids(positions),
-                (self.vectors(positions[part]) for part in chunks(len(positions), BLOCK)),
-                indexes.resolve(index, len(positions)),
-                progress,
-            )
-            segments = (*segments, merged)
-        deleted = np.intersect1d(self.deleted, self.ids(np.arange(start)))
-        return replace(manifest, segments=segments, deleted=write_deleted(self.folder, deleted))
-
-
-def merge_small_segments(folder: Path, manifest: Manifest) -> Manifest:
-    """Merge small segments at the end, each with one that is not much larger.
-
-    A row is rewritten only when its segment doubles, which is rare.
-    """
-    while len(manifest.segments) > 1:
-        first, second = manifest.segments[-2:]
-        large = first.rows + second.rows > MAX_MERGED_ROWS
-        if first.index or second.index or first.rows > 2 * second.rows or large:
-            break
-        last = len(manifest.segments) - 2
-        manifest = Snapshot(folder, manifest).merge(last, indexes.EXACT, ignore)
-    return manifest

@@ -1,4 +1,4 @@
-"""`sync_images`: update a gallery to the files of folders, in one atomic change.
+"""`plan_sync`: what to change in a gallery so that it has the files of folders.
 
 Files are compared by size and modification time. A digest of the content finds moved files, and
 those of which only the time has changed; both keep their vectors.
@@ -9,19 +9,16 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from proximetry._util.tensors import chunks
-from proximetry._util.types import Progress
+from proximetry._util.types import IntArray, Progress
 from proximetry.search import metadata
 from proximetry.search.manifest import Report
 from proximetry.search.new_images import CHUNK, BadImages, NewImages, digest_of, stamp_of
 from proximetry.search.snapshot import Snapshot, StoredFile
-
-if TYPE_CHECKING:
-    from proximetry.search.gallery import Gallery
 
 
 class Changes(NamedTuple):
@@ -49,51 +46,69 @@ class _File(NamedTuple):
     same_content: bool = False
 
 
-def sync_images(
-    gallery: Gallery,
+class Plan(NamedTuple):
+    """The changes of a gallery.
+
+    `new_images` replace the missing and moved ones; without any, `missing` are removed.
+    """
+
+    new_images: NewImages | None
+    kinds: dict[str, str]  # of the new images, by path
+    missing: IntArray  # positions
+
+    def changes(self) -> Changes:
+        """Return the number of changed images, after `new_images` were embedded."""
+        paths = [] if self.new_images is None else self.new_images.table["path"].to_pylist()
+        counts = Counter(self.kinds[path] for path in paths)
+        return Changes(counts["added"], counts["changed"], counts["moved"], len(self.missing))
+
+
+def plan_sync(
+    snapshot: Snapshot,
     table: Any,
     folders: Iterable[str | os.PathLike[str]],
-    *,
     bad_images: BadImages = "error",
     batch_size: int = 64,
     progress: Progress | None = None,
     report: Report | None = None,
-) -> Changes:
-    """Update a gallery to the images of a table; see `Gallery.sync`.
+) -> Plan:
+    """Compare a gallery with the images of a table; stage vectors that are known.
 
-    Only images below the folders are removed.
+    Only images below the folders are missing. Other arguments are as in `Gallery.sync`.
     """
-    gallery._check_local("sync")
-    snapshot = Snapshot.open(gallery.path)
-    gallery._check_not_rebuilt(snapshot)
     files, missing, moved = _compare(snapshot, table, folders)
-    fingerprint = snapshot.manifest.embedder
-    counts, new_images = Counter[str](), None
-    gallery.skipped = []
-    if files:
-        sources = np.array([file.source for file in files], np.int64)
-        listed = table.take(metadata.arrow().array([file.row for file in files]))
-        if (sources >= 0).any():
-            stored = snapshot.take(sources, snapshot.columns)
-            listed = metadata.fill_missing(listed, stored)
-        new_images = NewImages(
-            listed, gallery.dim, None, None, bad_images, batch_size, progress, report
-        )
-        same = np.flatnonzero([file.same_content for file in files])
-        for part in chunks(len(same), CHUNK):
-            vectors = snapshot.vectors(sources[same[part]])
-            new_images.stage(same[part], vectors, fingerprint, gallery.path)
-        kinds = dict(zip(listed["path"].to_pylist(), [file.kind for file in files], strict=True))
-        new_images.embed(gallery.embedder, fingerprint, gallery.path)
-        gallery.skipped = new_images.skipped
-        counts.update(kinds[path] for path in new_images.table["path"].to_pylist())
-    if new_images and counts:
-        new_images.replaced = sorted(missing | moved)
-        gallery._write(new_images, replace=True)
-    elif missing:
-        paths = metadata.from_columns({"path": sorted(missing)})
-        gallery.remove(snapshot.ids(np.array([*snapshot.find_paths(paths).values()])))
-    return Changes(counts["added"], counts["changed"], counts["moved"], len(missing))
+    paths = metadata.from_columns({"path": sorted(missing)})
+    lost = np.array([*snapshot.find_paths(paths).values()], np.int64)
+    if not files:
+        return Plan(None, {}, lost)
+    sources = np.array([file.source for file in files], np.int64)
+    listed = table.take(metadata.arrow().array([file.row for file in files]))
+    if (sources >= 0).any():
+        listed = metadata.fill_missing(listed, snapshot.take(sources, snapshot.columns))
+    manifest = snapshot.manifest
+    new_images = NewImages(
+        listed, manifest.dim, None, None, bad_images, batch_size, progress, report
+    )
+    new_images.replaced = sorted(missing | moved)
+    same = np.flatnonzero([file.same_content for file in files])
+    for part in chunks(len(same), CHUNK):
+        vectors = snapshot.vectors(sources[same[part]])
+        new_images.stage(same[part], vectors, manifest.embedder, snapshot.folder)
+    kinds = dict(zip(listed["path"].to_pylist(), [file.kind for file in files], strict=True))
+    return Plan(new_images, kinds, lost)
+
+
+def check_files(snapshot: Snapshot, folder: str | os.PathLike[str]) -> tuple[list[str], list[str]]:
+    """Return missing and changed files; see `Gallery.check_files`."""
+    missing: list[str] = []
+    changed: list[str] = []
+    for file in snapshot.files(snapshot.positions_below(folder)):
+        stamp = stamp_of(file.path)
+        if stamp is None:
+            missing.append(file.path)
+        elif file.is_changed(stamp):
+            changed.append(file.path)
+    return missing, changed
 
 
 def _compare(

@@ -1,4 +1,4 @@
-"""Galleries of vectors without images: files with a vector per row and any other columns."""
+"""Galleries of files with a vector per row and any other columns, such as paths of images."""
 
 from __future__ import annotations
 
@@ -43,15 +43,19 @@ def index_vectors(
 ) -> tuple[Gallery, Changes]:
     """Build a gallery of the rows of a file of vectors, or add new rows to one.
 
-    The path of a row is that of the file, #, and its number from 0.
+    A row without the path of an image has the path of the file, #, and its number from 0.
     """
     file = file.expanduser()
     vectors, columns = read_rows(file)
     name = metadata.absolute(os.fspath(file))
     paths = [f"{name}#{row}" for row in range(len(vectors))]
-    table = metadata.from_columns({"path": paths, **columns})
+    if "path" in columns:
+        paths = [metadata.absolute(os.path.join(file.parent, path)) for path in columns["path"]]
+    table = metadata.from_columns({**columns, "path": paths})
     exists = is_gallery(out)
     if model is None and not exists:
+        if "path" in columns:
+            report("without a model, the gallery cannot be searched with other images")
         model = Embedder.create("vectors", None, weights="none", input_dim=vectors.shape[1])
     embedder = load_model(model, out, device, report, takes_images=False)
     vectors = encode_vectors(embedder, vectors, batch_size)

@@ -22,6 +22,7 @@ from proximetry.data.folders import file_state, split_shard_path
 from proximetry.data.images import thumbnail
 from proximetry.search import Gallery
 from proximetry.search.manifest import EMBEDDER, MANIFEST, read_manifest
+from proximetry.search.milvus import MilvusGallery
 from proximetry.search.vector_files import is_row
 
 log = logging.getLogger("proximetry.web")
@@ -29,6 +30,7 @@ log = logging.getLogger("proximetry.web")
 SIZES = (16, 2048)  # minimum and maximum longer side of a thumbnail in pixels
 _CHECK_INTERVAL = 1.0  # seconds between two checks for changes by other processes
 _COUNT_INTERVAL = 60.0
+_CALL_SECONDS = 10.0  # for an answer of Milvus
 _SAMPLE_SIZE = 1000  # images whose paths determine the common folder
 _SUGGESTIONS = 12
 _COLUMN_SAMPLE, _MAX_VALUES = 10_000, 500  # images that describe a column, and its values
@@ -82,6 +84,8 @@ class LiveGallery:
         if self._folder and (self._folder / MANIFEST).is_file():
             self._state = file_state(self._folder / MANIFEST)
         self._gallery = Gallery.open(source) if isinstance(source, Path) else source
+        if isinstance(source, MilvusGallery):
+            source.limit_calls(_CALL_SECONDS)
         self.path, self.full_paths = self._gallery.path, full_paths
         self.reloads = {"ok": 0, "failed": 0}
         self._prepare = prepare

@@ -26,6 +26,8 @@ from proximetry.data import open_image
 from proximetry.models import Embedder
 from proximetry.search import Gallery, SearchResult
 from proximetry.search.conditions import Where
+from proximetry.search.milvus_client import MilvusError
+from proximetry.search.queries import Combine, crop
 from proximetry.web.live_gallery import LiveGallery
 
 log = logging.getLogger("proximetry.web")
@@ -69,7 +71,7 @@ class _Job(NamedTuple):
     embedder: Embedder | None  # the embedder that the pixels are prepared for
     pixels: list[Tensor | None]  # of each query image, uint8 [3, H, W]
     items: list[int | None]
-    combine: str  # "mean" of the vectors, or "max" of the similarities
+    combine: Combine
     k: int  # number of results
     where: Where
 
@@ -87,7 +89,7 @@ def read_query(gallery: LiveGallery, version: Gallery, query: QueryImage) -> Any
     left, top, right, bottom = query.box
     width, height = image.size
     x, y = min(int(left * width), width - 1), min(int(top * height), height - 1)
-    return image.crop((x, y, max(x + 1, round(right * width)), max(y + 1, round(bottom * height))))
+    return crop(image, (x, y, max(x + 1, round(right * width)), max(y + 1, round(bottom * height))))
 
 
 class Searcher:
@@ -110,7 +112,7 @@ class Searcher:
         return self._thread.is_alive()
 
     async def search(
-        self, queries: Sequence[QueryImage], k: int, where: Where, combine: str = "mean"
+        self, queries: Sequence[QueryImage], k: int, where: Where, combine: Combine = "mean"
     ) -> Answer:
         """Search for the images nearest to all query images (mean), or to any of them (max).
 
@@ -160,12 +162,15 @@ class Searcher:
         try:
             self._answer_batch(jobs)
         except Exception as error:  # a bug; other queries are answered
-            if len(jobs) == 1:
+            waiting = [job for job in jobs if not job.future.done()]
+            if isinstance(error, MilvusError):  # it would not answer the others either
+                for job in waiting:
+                    job.future.set_exception(error)
+            elif len(jobs) == 1:
                 log.exception("a search failed")
                 jobs[0].future.set_exception(error)
-                return
-            for job in jobs:
-                if not job.future.done():
+            else:
+                for job in waiting:
                     self._answer([job])
 
     def _answer_batch(self, jobs: list[_Job]) -> None:
@@ -197,8 +202,6 @@ class Searcher:
                 for pixels, item in zip(job.pixels, job.items, strict=True)
             ]
             vectors[number] = np.stack(parts)
-            if job.combine == "mean":
-                vectors[number] = vectors[number].mean(0, keepdims=True)
         search_started = time.perf_counter()
         groups: dict[tuple[int, str, int | None], list[int]] = defaultdict(list)
         for number in vectors:
@@ -215,7 +218,7 @@ class Searcher:
                     np.concatenate([vectors[number] for number in members]),
                     k,
                     where=json.loads(where),
-                    combine=None if separate is None else "max",
+                    combine=None if separate is None else jobs[separate].combine,
                 )
             except UsageError as error:
                 for number in members:
