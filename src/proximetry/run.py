@@ -116,6 +116,27 @@ class Run:
         )
         return Run(path, self._device)
 
+    def distill(
+        self,
+        out: str | os.PathLike[str],
+        backbone: str,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Run:
+        """Train a smaller network that follows this run, as `proximetry distill` does.
+
+        Args:
+            out: folder of the new run.
+            backbone: name of the network.
+            settings: further keys of the recipe to override.
+            options: further arguments of `proximetry.training.distill`, such as `recipe`.
+        """
+        settings = {"model.backbone": backbone, **(settings or {})}
+        options = {"device": self._device, "display": make_display()} | options
+        training.distill(self.path, out, settings, **options)
+        return Run(out, self._device)
+
     def index(
         self, images: Any, out: str | os.PathLike[str] | None = None, **options: Any
     ) -> Gallery:

@@ -118,7 +118,7 @@ def test_random_shapes(name, shape):
     ids=str,
 )
 def test_bf16_random_shapes(name, shape):
-    """Rounding moves the slopes of cosines by up to 0.004, and other vectors (see the next test)."""
+    """Rounding moves slopes by up to 0.004; that of other vectors: see the next test."""
     value, *gradients = errors(name, shape, precision="bf16", draw=exact_in_bf16)
     assert value <= 1e-5
     assert max(gradients) <= 6e-3

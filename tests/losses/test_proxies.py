@@ -229,3 +229,25 @@ MODEL, LOSS = nn.Linear(4, 5), make("proxy_anchor")
 def test_parameter_groups_reject_invalid_arguments(modules, options, message):
     with pytest.raises(ValueError, match=message):
         parameter_groups(MODEL, *modules, **options)
+
+
+def test_running_mean_moves_the_proxies_of_the_batch_only():
+    loss = make("norm_softmax", classes=7).double()
+    x, y = batch()
+    x, y = torch.cat([x, torch.full_like(x[:1], torch.nan)]), torch.cat([y, torch.tensor([-1])])
+    old = loss.proxies.weight.detach().clone()
+    assert loss.proxies.update_mean_(x, y, momentum=0.8) is loss.proxies
+    for c in range(7):
+        samples = [x[i] / x[i].norm() for i in range(len(x)) if y[i] == c]
+        expected = old[c, 0]
+        if samples:
+            mean = sum(samples) / len(samples)
+            expected = 0.8 * old[c, 0] / old[c, 0].norm() + 0.2 * mean
+            expected = expected / expected.norm()
+        torch.testing.assert_close(loss.proxies.weight[c, 0].detach(), expected)
+    assert loss.proxies.weight.requires_grad
+    for momentum in (1.5, "fast"):
+        with pytest.raises(ValueError, match=f"momentum .*{momentum}"):
+            loss.proxies.update_mean_(x, y, momentum)
+    with pytest.raises(ValueError, match="one proxy per class, got 2"):
+        Proxies(7, 5, 2).update_mean_(x, y)

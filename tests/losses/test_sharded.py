@@ -42,7 +42,10 @@ def run(loss, x, y, w, **options):
     return value.detach(), x.grad, loss.proxies.weight.grad, others, dict(loss.named_buffers())
 
 
-def compare(name, classes=classes, weights=None, cut=cuts[0], reduction="mean", **settings):
+def compare(
+    name, classes=classes, weights=None, cut=cuts[0], reduction="mean", truncate_dim=None,
+    **settings,
+):
     if name == "proxy_nca_plus_plus":
         settings["learn_temperature"] = True
     if name == "elasticface":  # random margins: see below
@@ -51,9 +54,10 @@ def compare(name, classes=classes, weights=None, cut=cuts[0], reduction="mean", 
     shard = losses.shard(make(name, classes, **settings).double())
     labels, mine = y % classes, slice(cut[rank], cut[rank + 1])
     labels = labels.masked_fill(y == -1, -1)
-    expected = run(whole, x, labels, weights, reduction=reduction)
+    options = {"reduction": reduction, "truncate_dim": truncate_dim}
+    expected = run(whole, x, labels, weights, **options)
     parts = None if weights is None else weights[mine]
-    value, dx, dw, others, buffers = run(shard, x[mine], labels[mine], parts, reduction=reduction)
+    value, dx, dw, others, buffers = run(shard, x[mine], labels[mine], parts, **options)
     low, high = shard.proxies.start, shard.proxies.stop
     target = expected[0]
     if reduction == "none":
@@ -79,18 +83,20 @@ for name in losses.LOSSES:
             case(name, weights=w, reduction=reduction, engine=engine)
         case(name, cut=cuts[1], engine=engine)
         case(name, classes=ranks, engine=engine)  # a class for each rank
+        case(name, truncate_dim=3, engine=engine)
     if "label_smoothing" in losses.loss_settings(name):
         case(name, weights=w, label_smoothing=0.2, engine=engine)
         case(name, reduction="none", label_smoothing=0.2)
 case("mpa", negative_classes="absent")
 case("mpa", negative_classes="absent", weights=w, reduction="none", engine="streamed")
 
-# All ranks draw the same random margins.
+# All ranks draw the same random margins and dimensions.
 torch.manual_seed(rank)
-values = [torch.empty(1) for _ in range(ranks)]
-dist.all_gather(values, losses.shard(make("elasticface", classes))(x.float(), y).detach()[None])
-if len(set(values[i].item() for i in range(ranks))) > 1:
-    failed.append(f"random margins: {values}")
+for loss in (make("elasticface", classes), make("arcface", classes, sampled_dims=0.6)):
+    values = [torch.empty(1) for _ in range(ranks)]
+    dist.all_gather(values, losses.shard(loss)(x.float(), y).detach()[None])
+    if len(set(values[i].item() for i in range(ranks))) > 1:
+        failed.append(f"random numbers: {values}")
 
 errors = {}
 def error_of(key, call):
@@ -110,6 +116,7 @@ error_of("label", lambda: loss(z, (y + rank * 9).tolist()))
 error_of("shape", lambda: loss(z, y[: 12 - rank]))
 error_of("weights", lambda: loss(z, y, w if rank else None))
 error_of("exclusive", lambda: losses.ExclusiveRegularizer()(loss.proxies))
+error_of("synthesis", lambda: losses.shard(make("arcface", classes, k=1, synthesis=0.5))(z, y))
 error_of("center", lambda: losses.AngularCenterLoss()(z, y, loss.proxies))
 
 # Regularizers and projection of the rank's own proxies.
@@ -186,6 +193,7 @@ def test_sharded_loss_equals_unsharded_loss_of_all_batches(server, tmp_path, siz
         assert "Pass weights on all ranks" in errors["weights"]
         assert "sharded" in errors["exclusive"]
         assert "sharded" in errors["center"]
+        assert "sharded" in errors["synthesis"]
         assert result["temperature"] == pytest.approx(0.3)
         assert result["classes"] == 9
     drawn = torch.cat([torch.tensor(result["drawn"]) for result in results])

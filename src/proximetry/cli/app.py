@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 MAX_MESSAGE = 2000  # characters: a message may quote a long value
 # Each is a module with a function of the same name.
 _COMMANDS = (
-    *("calibrate", "check", "compare", "demo", "duplicates", "embed", "evaluate", "explain"),
-    *("export", "extend", "index", "outliers", "push", "report", "reproduce", "same"),
+    *("calibrate", "check", "compare", "demo", "distill", "duplicates", "embed", "evaluate"),
+    *("explain", "export", "extend", "index", "outliers", "push", "report", "reproduce", "same"),
     *("search", "serve", "train"),
 )
 # The groups of `proximetry --help`; other commands are advanced.
 _GROUPS = {
-    "Train": ("train", "extend", "demo", "recipes", "losses", "backbones"),
+    "Train": ("train", "extend", "distill", "demo", "recipes", "losses", "backbones"),
     "Evaluate": ("evaluate", "calibrate", "report", "compare", "metrics"),
     "Search": ("index", "search", "serve", "same", "explain", "gallery", "embed"),
     "Data": ("check", "duplicates", "outliers", "datasets", "cache"),
@@ -36,10 +36,12 @@ _GROUPS = {
     "Advanced": (),
 }
 _LIST = re.compile(r"[\d.e+-]+(,[\d.e+-]+)+", re.IGNORECASE)
-# Short options of `train` and `compare`, and their keys: --loss arcface.
+# Short options of these commands, and their keys: --loss arcface.
+_WITH_SECTIONS = ("train", "compare", "distill")
 _SECTIONS = {
     "--data": "--data.dataset",
     "--model": "--model.backbone",
+    "--backbone": "--model.backbone",
     "--labels-from-name": "--data.labels-from-name",
     **{f"--{section}": f"--{section}.name" for section in ("loss", "optimizer", "schedule")},
 }
@@ -147,7 +149,7 @@ def _prepare(tokens: list[str]) -> list[str]:
     prepared, lists = list[str](), list[str]()
     for word in tokens:
         name, _, value = word.partition("=")
-        if tokens[0] in ("train", "compare") and name in _SECTIONS:
+        if tokens[0] in _WITH_SECTIONS and name in _SECTIONS:
             word = word.replace(name, _SECTIONS[name], 1)
         option = prepared[-1] if prepared and re.fullmatch("--[^=]+", prepared[-1]) else ""
         if option and word in ("true", "false"):

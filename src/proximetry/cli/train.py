@@ -155,14 +155,19 @@ def train(
         print_result(as_json, document, text)
 
 
-def summary(results: Mapping[str, Any], plan: Plan) -> str:
-    """Return the table of metrics, the paths of the results, and the next commands to type."""
+def summary(
+    results: Mapping[str, Any], plan: Plan, references: Mapping[str, Mapping[str, Any]] = {}
+) -> str:
+    """Return the table of metrics, the paths of the results, and the next commands to type.
+
+    ``references`` are further rows of the table.
+    """
     from proximetry.models.storage import SECOND_STAGE
     from proximetry.training.metrics_table import describe_protocol, metrics_table, result_rows
     from proximetry.training.run_folder import FIRST_STAGE
 
     recipe, data, rows = plan.recipe, plan.recipe.data, result_rows(results)
-    table = metrics_table(rows) if rows else ""
+    table = metrics_table({**references, **rows}) if rows else ""
     if not rows:
         reason = "there is no test set"
         if not recipe.evaluation.final_test:

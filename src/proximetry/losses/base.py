@@ -14,7 +14,7 @@ from torch import Tensor
 
 from proximetry._util.errors import suggest
 from proximetry._util.labels import as_labels
-from proximetry._util.tensors import l2_normalize
+from proximetry._util.tensors import common_random_numbers, l2_normalize
 from proximetry.losses.batch import Batch, Engine, mean, normalize, pull
 from proximetry.losses.dense import (
     cosines,
@@ -34,6 +34,7 @@ from proximetry.losses.settings import (
     ConfigurableModule,
     check_settings,
     count,
+    fraction,
     one_of,
     optional,
     setting,
@@ -42,6 +43,7 @@ from proximetry.losses.settings import (
 )
 from proximetry.losses.sharded import ShardedProxies
 from proximetry.losses.streamed import streamed
+from proximetry.losses.synthesis import synthesize
 
 Labels = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 """Class indices [B], or `IGNORED`."""
@@ -92,10 +94,23 @@ class ProxyLoss(ConfigurableModule):
         default=1.0,
         last=True,
     )
+    sampled_dims: float = setting(
+        share,
+        "fraction of the dimensions used in a training step, at random (Unicom)",
+        default=1.0,
+        last=True,
+    )
     ignore_above: float | None = setting(
         optional(similarity),
         "ignore negatives with a similarity S above this: they may belong to the sample's class",
         default=None,
+        last=True,
+    )
+    synthesis: float = setting(
+        fraction,
+        "number of synthetic samples and classes in a training step, as a fraction of the batch "
+        "(Proxy Synthesis)",
+        default=0.0,
         last=True,
     )
 
@@ -188,6 +203,18 @@ class ProxyLoss(ConfigurableModule):
         """Return the warm-up factor of an added exclusive term at this step."""
         return 1.0
 
+    def check_synthesis(self) -> None:
+        """Raise if the loss does not support synthetic classes."""
+        counts_classes = type(self).set_class_counts is not ProxyLoss.set_class_counts
+        for applies, problem in (
+            (self.proxies.proxies_per_class > 1, "several proxies per class"),
+            (isinstance(self.proxies, ShardedProxies), "sharded proxies"),
+            (self.proxy_optimizer is not None, "a proxy optimizer"),
+            (counts_classes, f"{type(self).__name__}, which needs the size of each class"),
+        ):
+            if applies:
+                raise ValueError(f"synthesis does not support {problem}. Set it to 0.")
+
     def forward(
         self,
         embeddings: Tensor,
@@ -195,6 +222,7 @@ class ProxyLoss(ConfigurableModule):
         weights: Weights | None = None,
         *,
         reduction: Reduction = "mean",
+        truncate_dim: int | None = None,
     ) -> Tensor:
         """Compute the loss of a batch.
 
@@ -204,6 +232,8 @@ class ProxyLoss(ConfigurableModule):
             weights: sample weights [B]; a sample of weight w counts as w samples.
             reduction: "mean", "sum" or "none". "none" returns per-sample terms [B], already
                 weighted; class-wise losses return per-class terms [C] whose mean is the loss.
+            truncate_dim: use only the first dimensions of embeddings and proxies, and do not update
+                the state of the loss.
 
         Returns:
             A scalar, or the terms; float32 unless the proxies are float64.
@@ -223,7 +253,16 @@ class ProxyLoss(ConfigurableModule):
         if precision == "auto" and torch.is_autocast_enabled(embeddings.device.type):
             precision = "bf16"
         with without_autocast(embeddings.device.type):
-            proxies = self.proxies.weight
+            proxies: Tensor = self.proxies.weight
+            dims = self._choose_dims(truncate_dim, None if shard is None else shard.seed)
+            if dims is not None:
+                embeddings, proxies = embeddings[:, dims].contiguous(), proxies[:, :, dims]
+                proxies = proxies.contiguous()
+            if self.training and self.synthesis:
+                self.check_synthesis()
+                embeddings, labels, weights, proxies = synthesize(
+                    embeddings, labels, weights, proxies, self.synthesis
+                )
             name = self.choose_engine(len(embeddings))
             engine = _ENGINES[name]()
             batch = engine.normalize(embeddings, labels, weights, proxies.dtype)
@@ -231,7 +270,7 @@ class ProxyLoss(ConfigurableModule):
                 own_of = own_similarity if shard is None else shard.own_similarity
                 own = own_of(batch.x, proxies, batch.labels, self.form, self.gamma)
                 batch = batch._replace(own=own)
-            if self.training:
+            if self.training and truncate_dim is None:
                 with torch.no_grad():
                     self.update_state(batch)
             adjust = self.adjust_negatives(batch) if self.adjusts_negatives() else None
@@ -255,6 +294,23 @@ class ProxyLoss(ConfigurableModule):
             loss, factor, distance = reduce(engine, problem, batch, reduction)
             return loss if distance is None else loss + self.tau * distance * factor
 
+    def _choose_dims(self, truncate_dim: int | None, seed: int | None) -> Tensor | slice | None:
+        """Return the dimensions to use, in ascending order; None for all."""
+        dim = self.proxies.dim
+        size = dim if truncate_dim is None else count("truncate_dim", truncate_dim)
+        if size > dim:
+            raise ValueError(f"truncate_dim must be at most {dim}, got {size}")
+        number = max(1, round(self.sampled_dims * size)) if self.training else size
+        if number == dim:
+            return None
+        if self.training and self.proxy_optimizer is not None:
+            raise ValueError("a proxy optimizer needs all dimensions. Use another optimizer.")
+        if number == size:
+            return slice(size)
+        device = self.proxies.weight.device
+        with common_random_numbers(seed, device):
+            return torch.randperm(size)[:number].sort().values.to(device)
+
     def choose_engine(self, batch_size: int) -> str:
         """Return the engine for a batch of this size, with "auto" resolved."""
         if self.engine == "fused" and self.adjusts_negatives():
@@ -275,7 +331,9 @@ class ProxyLoss(ConfigurableModule):
         self, engine: Engine, problem: Problem, batch: Batch, reduction: Reduction
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the reduced loss, the same reduction of 1, and the intra-class distance."""
-        smoothing, classes = self.label_smoothing, self.proxies.num_classes
+        # Sharded proxies are a part of the classes; synthetic classes are additional.
+        classes = max(self.proxies.num_classes, len(problem.proxies))
+        smoothing = self.label_smoothing
         parts = engine.solve(replace(problem, needs_total=smoothing > 0.0))
         positive = self.positive_logit(parts.positive, batch)
         terms, weights = self.join(positive, parts.negatives), batch.weights

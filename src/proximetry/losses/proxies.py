@@ -115,6 +115,26 @@ class Proxies(FullPrecision):
         return self
 
     @torch.no_grad()
+    def update_mean_(self, embeddings: Tensor, labels: Tensor, momentum: float = 0.9) -> "Proxies":
+        """Move the proxies of the classes in a batch to the mean of their embeddings.
+
+        ``ŵ_c ← momentum · ŵ_c + (1 − momentum) · mean_i x̂_i`` over the samples of class c,
+        normalized. Call it after backward, for proxies without a gradient and with K = 1.
+        """
+        if self.proxies_per_class > 1:
+            raise ValueError(f"update_mean_ needs one proxy per class, got {self.weight.shape[1]}")
+        momentum = fraction("momentum", momentum)
+        is_used = labels >= 0
+        x = l2_normalize(embeddings[is_used].to(self.weight.dtype))[0]
+        classes, group, counts = torch.unique(
+            labels[is_used], return_inverse=True, return_counts=True
+        )
+        means = add_rows_(x.new_zeros(len(classes), self.dim), group, x) / counts.unsqueeze(1)
+        old = l2_normalize(self.weight[classes, 0])[0]
+        self.weight[classes, 0] = l2_normalize(torch.lerp(means, old, momentum))[0]
+        return self
+
+    @torch.no_grad()
     def grow(
         self,
         new_classes: int | Sequence[str],

@@ -252,7 +252,7 @@ class SphereFace(_Softmax, name="sphereface"):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss, and in training mode count the step."""
         loss = super().forward(*args, **kwargs)
-        if self.training:
+        if self.training and kwargs.get("truncate_dim") is None:
             self.step.add_(1)
         return loss
 

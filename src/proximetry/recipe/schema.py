@@ -311,6 +311,18 @@ class LossConfig(Section):
         "teacher of loss.relational: ema, the moving average of training.ema, or an embedder as "
         "for --model",
     )
+    nested_dims: tuple[Count, ...] = _key(
+        (),
+        "also compute the loss on the first d dimensions, for each d, and use the mean, so that "
+        "embeddings can be truncated (Matryoshka; Kusupati et al. 2022)",
+    )
+    proxy_momentum: Number | None = _key(
+        None,
+        "update the proxies by a running mean of the embeddings of their class with this momentum, "
+        "such as 0.9, instead of by gradient",
+        ge=0,
+        lt=1,
+    )
     optimization: Literal["normalized", "projected"] = _key(
         "normalized",
         "normalized: normalize proxies in the forward pass; projected: project them onto the unit "
@@ -322,11 +334,13 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        from proximetry.losses import check_settings, loss_settings  # imports torch
+        from proximetry.losses import check_settings, create, loss_settings  # imports torch
 
-        for key in ("exclusive", "angular_center", "relational"):
-            if self.sharded and getattr(self, key):
+        for key in ("exclusive", "angular_center", "relational", "proxy_momentum"):
+            if self.sharded and getattr(self, key) not in (0.0, None):
                 raise ValueError(f"{key} and sharded cannot be combined")
+        if self.exclusive and self.proxy_momentum is not None:
+            raise ValueError("exclusive needs proxies with a gradient, not proxy_momentum")
         if self.name.startswith(CUSTOM) or CLASS_PATH.fullmatch(self.name):
             return self
         where = "name: "
@@ -334,6 +348,10 @@ class LossConfig(Section):
             loss_settings(self.name)
             where = "settings: "
             check_settings(self.name, self.settings)
+            if self.settings.get("synthesis"):
+                create(self.name, 2, 2, **self.settings).check_synthesis()
+                if self.sharded:
+                    raise ValueError("synthesis and sharded cannot be combined")
         except ValueError as error:
             reason = shorten(str(error), 500)
             where = "settings." if reason.split(maxsplit=1)[0] in self.settings else where
@@ -532,6 +550,14 @@ class Recipe(Section):
         if self.loss.sharded and self.training.precision == "float16":
             # The gradient scaler could skip a step on one process only.
             raise ValueError("training.precision must not be float16 with loss.sharded")
+        nested = self.loss.nested_dims
+        if nested and self.model.pca_dim:
+            raise ValueError("loss.nested_dims and model.pca_dim cannot be combined")
+        if any(dim >= self.model.dim for dim in nested) or len(set(nested)) < len(nested):
+            raise ValueError(
+                f"loss.nested_dims must be distinct and below {self.model.dim}, got "
+                f"{format_value(list(nested))}"
+            )
         if list(at) != sorted(set(at)):
             raise ValueError(f"schedule.at must be increasing, got {format_value(list(at))}")
         if any(dim >= width for dim in dims) or len(set(dims)) < len(dims):

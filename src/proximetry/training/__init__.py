@@ -16,6 +16,7 @@ from proximetry.recipe.schema import Recipe  # noqa: E402
 
 if TYPE_CHECKING:
     from proximetry.training.callbacks import Callback
+    from proximetry.training.distillation import distill
     from proximetry.training.embedding_transformer import EmbeddingTransformer
     from proximetry.training.errors import RankError, RunError
     from proximetry.training.evaluator import evaluate_embedder
@@ -33,6 +34,7 @@ __all__ = [
     "RunError",
     "RunFolder",
     "Stopped",
+    "distill",
     "evaluate_embedder",
     "extend",
     "shipped_recipes",
@@ -45,6 +47,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "callbacks": ("Callback",),
+        "distillation": ("distill",),
         "embedding_transformer": ("EmbeddingTransformer",),
         "evaluator": ("evaluate_embedder",),
         "errors": ("RankError", "RunError"),

@@ -153,15 +153,21 @@ def load_teacher(
     """Load the teacher of ``loss.relational``; None if there is none, or for a moving average."""
     if not recipe.loss.relational or recipe.loss.teacher == EMA:
         return None
-    teacher = Embedder.load(recipe.loss.teacher, world.device)
+    teacher, name = Embedder.load(recipe.loss.teacher, world.device), recipe.loss.teacher
     teacher.requires_grad_(False)
+    if world.device.type == "cuda":
+        teacher.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    before, now = teacher.preprocessing, embedder.preprocessing
+    resizes = data.stage == "pixels" and embedder.takes_images and teacher.takes_images
+    if data.stage != "features" and before != now and not resizes:
+        raise RecipeError(f"loss.teacher {name} takes {before}, but the run takes {now}")
     if data.stage == "features":  # computed by the backbone of the run
         states = (one.backbone.state_dict() for one in (teacher, embedder))
         ours, theirs = ({name: value.cpu() for name, value in state.items()} for state in states)
         if ours.keys() != theirs.keys() or any(not torch.equal(ours[n], theirs[n]) for n in ours):
             raise RecipeError(
-                f"loss.teacher {recipe.loss.teacher} has another backbone than the run, which is "
-                "frozen. Set --model.freeze-backbone no."
+                f"loss.teacher {name} has another backbone than the run, which is frozen. Set "
+                "--model.freeze-backbone no."
             )
     return teacher
 

@@ -22,7 +22,6 @@ from proximetry.data.datasets import resolve_source
 from proximetry.losses import Proxies
 from proximetry.models import Embedder
 from proximetry.models.constants import CUSTOM
-from proximetry.models.storage import SECOND_STAGE
 from proximetry.recipe.auto import MIN_STEPS
 from proximetry.recipe.schema import AUTO, EMA, Recipe
 from proximetry.training.build import RunContext
@@ -34,7 +33,12 @@ from proximetry.training.evaluation_inputs import drop_unused_roles, explain_mis
 from proximetry.training.evaluator import encode_catalog, score_queries
 from proximetry.training.metrics_table import metrics_table
 from proximetry.training.reporting import Display
-from proximetry.training.run_folder import IMAGES_TABLE, VECTORS_FILE, RunFolder
+from proximetry.training.run_folder import (
+    IMAGES_TABLE,
+    VECTORS_FILE,
+    RunFolder,
+    final_stage,
+)
 from proximetry.training.sources.training_data import derive_seed, open_catalog
 from proximetry.training.trainer import train_run
 
@@ -165,7 +169,7 @@ def extend(
     """
     world = join_processes(device)
     display = display if display is not None and world.is_main else Display()
-    old, path = RunFolder(_stage(Path(run))), Path(default_out(run) if out is None else out)
+    old, path = RunFolder(final_stage(Path(run))), Path(default_out(run) if out is None else out)
     recipe, images_of = _check_run(old)
     if path.absolute() == Path(run).absolute():
         raise UsageError(f"{path} is the folder of the old run. Choose another folder.")
@@ -228,11 +232,6 @@ def default_out(run: str | os.PathLike[str]) -> Path:
     if is_extended and name and number.isdecimal():
         return path.with_name(f"{name}-{int(number) + 1}")
     return path.with_name(f"{path.name}-2")
-
-
-def _stage(path: Path) -> Path:
-    """Return the folder of a run, or that of its second stage if it has two."""
-    return path / SECOND_STAGE if (path / SECOND_STAGE).is_dir() else path
 
 
 def _check_run(folder: RunFolder) -> tuple[Recipe, dict[str, int]]:

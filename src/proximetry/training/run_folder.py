@@ -33,7 +33,7 @@ from proximetry._util.files import (
     read_json,
     read_text,
 )
-from proximetry.models.storage import read_embedder
+from proximetry.models.storage import SECOND_STAGE, read_embedder
 from proximetry.recipe.auto import keep_choices
 from proximetry.recipe.loading import RecipeError, differences
 from proximetry.recipe.schema import AUTO, Recipe
@@ -80,6 +80,11 @@ _EVALUATE_AGAIN = "Delete results.json to evaluate again, or start over with --f
 _REMEDY = "Choose another folder, or start over with --fresh."
 
 
+def final_stage(path: Path) -> Path:
+    """Return the folder of a run, or that of its second stage if it has two."""
+    return path / SECOND_STAGE if (path / SECOND_STAGE).is_dir() else path
+
+
 @dataclass(frozen=True)
 class SavedRun:
     """A run in a folder: the plain values of its last checkpoint, and the results if complete."""
@@ -95,9 +100,14 @@ class SavedRun:
         Paths, runtime settings and the duration may differ.
         """
         changed = differences(self.recipe.computation_keys(), recipe.computation_keys())
-        old, new = Path(self.recipe.model.weights), Path(recipe.model.weights)
-        if old.exists() and new.exists() and not old.samefile(new):  # else it may have moved
-            changed = changed or [f"model.weights {old} → {new}"]
+        before_and_after = (self.recipe, recipe)
+        for key, paths in (
+            ("model.weights", [Path(one.model.weights) for one in before_and_after]),
+            ("loss.teacher", [Path(one.loss.teacher) for one in before_and_after]),
+        ):
+            old, new = paths
+            if old.exists() and new.exists() and not old.samefile(new):  # else it may have moved
+                changed = changed or [f"{key} {old} → {new}"]
         before, now, problem = self.recipe.training, recipe.training, ""
         extended = (before.epochs, before.max_steps) != (now.epochs, now.max_steps)
         if changed:

@@ -14,7 +14,7 @@ from proximetry._util.errors import UsageError
 from proximetry._util.tensors import chunks
 from proximetry.kernels.cuda_graphs import GraphedNetwork
 from proximetry.losses.gathered_loss import gather_with_gradient
-from proximetry.models import Embedder
+from proximetry.models import Embedder, Preprocessing
 from proximetry.models.embedder import Stage
 from proximetry.recipe.loading import RecipeError
 from proximetry.recipe.schema import LossConfig, Recipe
@@ -79,11 +79,20 @@ class Objective(nn.Module):
         for key, is_set in (
             ("exclusive", config.exclusive),
             ("angular_center", config.angular_center),
+            ("nested_dims", config.nested_dims),
+            ("proxy_momentum", config.proxy_momentum is not None),
             ("optimization", self.projected),
             ("sharded", config.sharded),
         ):
             if is_set and proxies is None:
                 raise RecipeError(f"loss.{key} needs proxies; loss {config.name} has none")
+        self.nested_dims = config.nested_dims
+        self.proxy_momentum = config.proxy_momentum
+        self._batch: tuple[Tensor, Tensor] | None = None
+        if proxies is not None and self.proxy_momentum is not None:
+            if proxies.proxies_per_class > 1:
+                raise RecipeError("loss.proxy_momentum needs one proxy per class")
+            proxies.weight.requires_grad_(False)
         self.after_step()  # project before the first step too: the loss depends on proxy norms
         self.exclusive = losses.ExclusiveRegularizer(config.exclusive) if config.exclusive else None
         self.angular_center = (
@@ -94,7 +103,12 @@ class Objective(nn.Module):
     def forward(self, embeddings: Tensor, labels: Tensor, teacher: Tensor | None = None) -> Tensor:
         """Return the sum of the terms, for the embeddings and those of the teacher."""
         ramp = self.loss.ramp() if isinstance(self.loss, losses.ProxyLoss) else 1.0
+        parts = [self.loss(embeddings, labels, truncate_dim=d) for d in self.nested_dims]
         total: Tensor = self.loss(embeddings, labels)  # calling the loss advances the ramp
+        if parts:
+            total = torch.stack([*parts, total]).mean()
+        if self.proxy_momentum is not None:
+            self._batch = embeddings.detach(), labels
         if self.exclusive is not None and self.proxies is not None:
             total = total + ramp * self.exclusive(self.proxies)
         if self.angular_center is not None and self.proxies is not None:
@@ -110,7 +124,9 @@ class Objective(nn.Module):
             type(self.loss) in losses.LOSSES.values()
             and isinstance(self.loss, losses.ProxyLoss)
             and self.loss.proxy_optimizer is None
-            and self.loss.sampled_negatives == 1.0
+            and self.loss.sampled_negatives == self.loss.sampled_dims == 1.0
+            and self.loss.synthesis == 0.0
+            and self.proxy_momentum is None
             and self.exclusive is None
             and self.angular_center is None
             and self.relational is None
@@ -122,7 +138,11 @@ class Objective(nn.Module):
         return self.proxies.weight if isinstance(self.proxies, losses.ShardedProxies) else None
 
     def after_step(self) -> None:
-        """Project the proxies onto the unit sphere, if the recipe sets it."""
+        """Update or project the proxies, if the recipe sets it."""
+        if self.proxies is not None and self._batch is not None:
+            assert self.proxy_momentum is not None
+            self.proxies.update_mean_(*self._batch, self.proxy_momentum)
+            self._batch = None
         if self.projected and self.proxies is not None:
             self.proxies.project_()
 
@@ -165,6 +185,16 @@ def embed(embedder: Embedder, pixels: Tensor, stage: Stage) -> Tensor:
     return embedder.project(embedder.features(pixels, stage))
 
 
+def resize_crops(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
+    """Resize uint8 crops [B, 3, H, W] to the input size of another embedder."""
+    if pixels.shape[2:] == preprocessing.crop:
+        return pixels
+    resized = F.interpolate(
+        pixels.float(), preprocessing.crop, mode=preprocessing.interpolation, antialias=True
+    )
+    return resized.clamp_(0, 255).round_().to(torch.uint8)
+
+
 class BatchLoss(nn.Module):
     """The loss of a batch of pixels."""
 
@@ -183,7 +213,8 @@ class Updater:
     Attributes:
         network: pixels to embeddings, wrapped for the GPU or for several processes.
         average: the exponential moving average of the embedder's weights, if there is one.
-        teacher: the embedder that `loss.relational` follows, or None.
+        teacher: the embedder that `loss.relational` follows, or None; a saved one gets the crops
+            in its own input size.
         scaler: gradient scaler for float16.
         graph: whether the network, and its loss if possible, run as a CUDA graph.
     """
@@ -205,6 +236,7 @@ class Updater:
         self.embedder, self.objective, self.optimizer = embedder, objective, optimizer
         self.average = copy.deepcopy(embedder) if recipe.training.ema else None
         self.teacher = teacher
+        self._resizes = teacher is not None and stage == "pixels" and teacher.takes_images
         if objective.relational is not None and teacher is None and self.average is not None:
             self.teacher = as_teacher(self.average)
         self.scaler = torch.amp.GradScaler(
@@ -310,6 +342,8 @@ class Updater:
         teacher = None
         if self.teacher is not None:
             with torch.no_grad(), autocast(self.recipe.training.precision, self.world.device):
+                if self._resizes:
+                    pixels = [resize_crops(chunk, self.teacher.preprocessing) for chunk in pixels]
                 teacher = torch.cat([embed(self.teacher, chunk, self.stage) for chunk in pixels])
         # Any number of ranks computes the same loss, even if it draws random numbers.
         torch.manual_seed(derive_seed(self.recipe.training.seed, step))
