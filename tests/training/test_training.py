@@ -619,7 +619,7 @@ def test_two_stages_repeat_learning_rate_drops(images, cache, tmp_path):
     assert [len(names) for names in stages] == [6, 12]
     assert results["first_stage"] == first["selected"]
     for begin in (train, dry_run):
-        with pytest.raises(RunError, match=r"cannot be extended.*--fresh"):
+        with pytest.raises(RunError, match=r"cannot be trained longer.*--fresh"):
             begin(with_(recipe, "training", epochs=9), tmp_path / "run")
         with pytest.raises(FolderError, match="without two stages"):
             begin(recipe, tmp_path / "run" / "second-stage")

@@ -82,7 +82,7 @@ def start_process(job: Job) -> Child:
     command = [sys.executable, "-m", "proximetry", "train", str(job.file), str(job.folder.path)]
     # Results must not depend on the number of concurrent runs.
     changes = {FOLLOW_PARENT: str(os.getpid()), "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    # Busy-waiting threads slow down the other runs; docs/faq.md has figures.
+    # Busy-waiting threads slow down the other runs; benchmarks/README.md has figures.
     policy = {"OMP_WAIT_POLICY": "PASSIVE"} if job.parallel > 1 else {}
     with job.log.open("wb") as log:
         return subprocess.Popen(

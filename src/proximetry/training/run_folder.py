@@ -113,12 +113,12 @@ class SavedRun:
         if changed:
             problem = f"was started with a different recipe: {', '.join(changed)}"
         elif self.path.name == FIRST_STAGE and (extended or before.stop_after != now.stop_after):
-            problem = "has two stages and cannot be extended"
+            problem = "has two stages and cannot be trained longer"
         elif not extended:
             return
         elif recipe.schedule.name == "cosine":
             length = f"{before.max_steps} steps" if before.max_steps else f"{before.epochs} epochs"
-            problem = f"has a cosine schedule over {length} and cannot be extended"
+            problem = f"has a cosine schedule over {length} and cannot be trained longer"
         elif self.checkpoint is None:
             problem = "has no checkpoint"
         else:
