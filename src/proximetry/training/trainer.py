@@ -291,8 +291,8 @@ def _resume(run: Run, saved: SavedRun) -> None:
     ended_within_epoch = not state.batch and state.step % len(run.data.sampler) > 0
     if ended_within_epoch and not run.is_over():
         raise RunError(
-            f"the run in {folder.path} ended within epoch {state.epoch} and cannot be trained longer. "
-            "Choose another folder, or start over with --fresh."
+            f"the run in {folder.path} ended within epoch {state.epoch} and cannot be trained "
+            "longer. Choose another folder, or start over with --fresh."
         )
     run.world.on_main(lambda: folder.resume(run.recipe, state.lines))
     link_checkpoints(run)  # a kill may have prevented it
