@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tarfile
 import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -105,6 +107,47 @@ def test_killed_workers_are_replaced_by_threads(
         cache = PixelCache.build(catalog, 32, tmp_path / "home", policy="skip")
     assert (cache.flat == in_threads[0]).all()
     assert cache.bad == in_threads[1]
+
+
+@pytest.mark.usefixtures("workers")
+def test_each_killed_worker_is_reported_once(tmp_path):
+    test = os.getpid()
+
+    def die(name):
+        if os.getpid() != test:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return name
+
+    names = [f"{number}.png" for number in range(200)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert list(loader.parallel_map(die, names)) == names
+    assert len(caught) == 2
+
+
+@pytest.mark.usefixtures("workers")
+def test_failed_fork_leaves_no_workers(monkeypatch):
+    forks, fork = [], os.fork
+
+    def fail_second():
+        forks.append(1)
+        if len(forks) == 2:
+            raise BlockingIOError("no more processes")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", fail_second)
+    with pytest.raises(BlockingIOError):
+        list(loader.parallel_map(str.upper, ["a.png"] * 30))
+    assert not multiprocessing.active_children()
+
+
+def test_threads_start_and_end_workers_at_once(workers):
+    """Starting a process collects those of other threads that have ended."""
+    names = [f"{number}.png" for number in range(30)]
+    with ThreadPoolExecutor(6) as pool:
+        results = pool.map(lambda _: list(loader.parallel_map(str.upper, names)), range(90))
+        assert all(result == [name.upper() for name in names] for result in results)
+    assert not workers()
 
 
 @pytest.mark.parametrize("cause", ["full disk", "progress"])

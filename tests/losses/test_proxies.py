@@ -249,5 +249,7 @@ def test_running_mean_moves_the_proxies_of_the_batch_only():
     for momentum in (1.5, "fast"):
         with pytest.raises(ValueError, match=f"momentum .*{momentum}"):
             loss.proxies.update_mean_(x, y, momentum)
+    x[1] = torch.inf
+    assert loss.proxies.update_mean_(x, y).weight.isfinite().all()
     with pytest.raises(ValueError, match="one proxy per class, got 2"):
         Proxies(7, 5, 2).update_mean_(x, y)

@@ -201,31 +201,38 @@ class _Workers(Generic[Item, Result]):
 
     def __init__(self, function: Callable[[Item], Result], count: int) -> None:
         self._function = function
-        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        self._idle: SimpleQueue[Connection | None] = SimpleQueue()  # None: was killed
         fork, self._processes = multiprocessing.get_context("fork"), []
-        with _forking, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python 3.12 warns of threads
-            for _ in range(count):
-                ours, theirs = multiprocessing.Pipe()
-                arguments = function, theirs, os.getpid()
-                process = fork.Process(target=_work, args=arguments, daemon=True)
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._idle.put(ours)
+        try:
+            with _forking, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Python 3.12 warns of threads
+                for _ in range(count):
+                    ours, theirs = multiprocessing.Pipe()
+                    arguments = function, theirs, os.getpid()
+                    process = fork.Process(target=_work, args=arguments, daemon=True)
+                    process.start()
+                    theirs.close()
+                    self._processes.append(process)
+                    self._idle.put(ours)
+        except BaseException:
+            self.close()
+            raise
 
     def apply(self, items: list[Item]) -> list[Result]:
         """Return ``function(item)`` for each item, from an idle worker if it is alive."""
-        connection = self._idle.get()
+        connection, answer = self._idle.get(), None
         try:
-            connection.send(items)
-            answer = connection.recv()
+            if connection is not None:
+                connection.send(items)
+                answer = connection.recv()
         except (EOFError, OSError):
+            connection = None
             message = "a worker process was killed; image decoding continues in threads"
-            warnings.warn(f"{message}, which is slower", stacklevel=2)
-            return [self._function(item) for item in items]
+            warnings.warn(f"{message}, which is slower", stacklevel=1)
         finally:
             self._idle.put(connection)
+        if answer is None:
+            return [self._function(item) for item in items]
         if isinstance(answer, Exception):
             raise answer
         return cast(list[Result], answer)
@@ -236,7 +243,6 @@ class _Workers(Generic[Item, Result]):
             process.kill()
         for process in self._processes:
             process.join()
-            process.close()
 
 
 def _work(function: Callable[[Any], Any], connection: Connection, parent: int) -> None:

@@ -232,8 +232,9 @@ class ProxyLoss(ConfigurableModule):
             weights: sample weights [B]; a sample of weight w counts as w samples.
             reduction: "mean", "sum" or "none". "none" returns per-sample terms [B], already
                 weighted; class-wise losses return per-class terms [C] whose mean is the loss.
-            truncate_dim: use only the first dimensions of embeddings and proxies, and do not update
-                the state of the loss.
+            truncate_dim: use only the first dimensions of embeddings and proxies; do not update the
+                state of the loss. Embeddings are scaled by √(D / truncate_dim): some losses use
+                lengths.
 
         Returns:
             A scalar, or the terms; float32 unless the proxies are float64.
@@ -256,8 +257,10 @@ class ProxyLoss(ConfigurableModule):
             proxies: Tensor = self.proxies.weight
             dims = self._choose_dims(truncate_dim, None if shard is None else shard.seed)
             if dims is not None:
-                embeddings, proxies = embeddings[:, dims].contiguous(), proxies[:, :, dims]
-                proxies = proxies.contiguous()
+                proxies = proxies[:, :, dims].contiguous()
+                # Some losses use lengths, which should not depend on the number of dimensions.
+                factor = (embeddings.shape[1] / proxies.shape[2]) ** 0.5
+                embeddings = embeddings[:, dims] * factor
             if self.training and self.synthesis:
                 self.check_synthesis()
                 embeddings, labels, weights, proxies = synthesize(

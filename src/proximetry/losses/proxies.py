@@ -119,12 +119,13 @@ class Proxies(FullPrecision):
         """Move the proxies of the classes in a batch to the mean of their embeddings.
 
         ``ŵ_c ← momentum · ŵ_c + (1 − momentum) · mean_i x̂_i`` over the samples of class c,
-        normalized. Call it after backward, for proxies without a gradient and with K = 1.
+        normalized. Samples with NaN or infinity are skipped. Call it after backward, for proxies
+        without a gradient and with K = 1.
         """
         if self.proxies_per_class > 1:
             raise ValueError(f"update_mean_ needs one proxy per class, got {self.weight.shape[1]}")
         momentum = fraction("momentum", momentum)
-        is_used = labels >= 0
+        is_used = (labels >= 0) & embeddings.isfinite().all(1)
         x = l2_normalize(embeddings[is_used].to(self.weight.dtype))[0]
         classes, group, counts = torch.unique(
             labels[is_used], return_inverse=True, return_counts=True

@@ -344,7 +344,9 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        from proximetry.losses import check_settings, create, loss_settings  # imports torch
+        import torch
+
+        from proximetry.losses import check_settings, create, loss_settings
 
         for key in ("exclusive", "angular_center", "relational", "proxy_momentum"):
             if self.sharded and getattr(self, key) not in (0.0, None):
@@ -359,7 +361,8 @@ class LossConfig(Section):
             where = "settings: "
             check_settings(self.name, self.settings)
             if self.settings.get("synthesis"):
-                create(self.name, 2, 2, **self.settings).check_synthesis()
+                with torch.device("meta"):  # draws no random numbers
+                    create(self.name, 2, 2, **self.settings).check_synthesis()
                 if self.sharded:
                     raise ValueError("synthesis and sharded cannot be combined")
         except ValueError as error:

@@ -293,6 +293,8 @@ def limit_per_class(catalog: Catalog, rows: Rows, limit: int | None) -> Rows:
 def add_label_noise(codes: Rows, fraction: float) -> Rows:
     """Replace a random fraction of the codes by those of other classes, the same for every seed."""
     rng, noisy, classes = np.random.default_rng(0), codes.copy(), codes.max() + 1
+    if fraction and classes == 1:
+        raise RunError("data.label_noise needs two classes or more")
     rows = rng.permutation(len(codes))[: round(fraction * len(codes))]
     noisy[rows] = (noisy[rows] + rng.integers(1, classes, len(rows))) % classes
     return noisy
