@@ -11,8 +11,7 @@ from proximetry import losses
 from proximetry.losses import base, fused_batch
 from proximetry.losses import batch as torch_batch
 from proximetry.losses import fused as fused_module
-from tests.losses.cases import FUSED as NAMES
-from tests.losses.cases import MULTI, OPTIMIZERS
+from tests.losses.cases import MULTI, NAMES, OPTIMIZERS
 
 DEVICE = os.environ["KERNEL_DEVICE"]
 ON_GPU = DEVICE == "cuda"
@@ -129,7 +128,9 @@ def test_weights_ignored_labels_and_smoothing(name, reduction):
         assert distance(ours, theirs) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["mpa", "soft_triple", "proxy_anchor", "proxy_sigmoid"])
+@pytest.mark.parametrize(
+    "name", ["mpa", "soft_triple", "proxy_anchor", "proxy_sigmoid", "mv_softmax"]
+)
 def test_chunks_give_the_result_of_one(name, monkeypatch):
     monkeypatch.setattr(fused_module, "CHUNK_BYTES", 1)
     assert max(errors(name, (9, 150, 24, 2))) <= 1e-5
@@ -240,7 +241,7 @@ def test_ignored_batches_have_loss_and_gradients_0(name):
         assert (value == 0).all()
 
 
-@pytest.mark.parametrize("name", ["proxy_anchor", "arcface"])
+@pytest.mark.parametrize("name", ["proxy_anchor", "arcface", "sphereface2"])
 def test_double_backward_equals_dense(name):
     x, y = batch(7, 12, 16)
     penalties = []
@@ -269,6 +270,50 @@ def test_float64_and_many_proxies_per_class_raise():
         make("proxy_anchor", 3, 8, 1, "fused").double()(x.double(), y)
     with pytest.raises(ValueError, match="at most 128 proxies"):
         make("mpa", 3, 8, 129, "fused")(x, y)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "lengths"),
+    [
+        ("curricularface", {"margin": 0.1}, 0.7),
+        ("mv_softmax", {"kind": "angle", "t": 0.5}, 0.7),
+        ("mv_softmax", {"scale": 3.0}, 0.7),
+        ("proxy_circle", {"scale": 5.0, "margin": -0.1}, 0.0),
+        ("sphereface2", {"exponent": 1.0}, 0.0),
+        ("sphereface2", {"exponent": 2.3, "scale": 5.0}, 0.0),
+    ],
+)
+def test_adjusted_negatives_near_the_class(name, settings, lengths):
+    """Some negatives are hard, and some are not."""
+    x, y = batch(19, 60, 24)
+    results = []
+    for engine in ("dense", "fused"):
+        loss = make(name, 60, 24, 2, engine, ignore_above=0.4, **settings)
+        if engine == "dense":
+            loss = loss.double()
+        unit = torch.nn.functional.normalize
+        near = unit(x) + lengths * unit(loss.proxies.weight.detach()[y, 0].float())
+        if name == "curricularface":
+            loss.t.fill_(0.3)
+        if name in {"curricularface", "mv_softmax"}:
+            S = loss.similarities(near)
+            own = S.gather(1, y.unsqueeze(1)).squeeze(1)
+            hard = (loss.positive_logit(own, None) / loss.scale).unsqueeze(1) < S
+            assert 0.01 < hard.double().mean() < 0.99
+        results.append(value_and_gradients(loss, near, y))
+    for expected, ours in zip(*results, strict=True):
+        assert distance(ours, expected) <= 1e-5
+
+
+def test_other_adjustments_raise():
+    class Squared(losses.NormSoftmax):
+        form = losses.LossForm(
+            "max", by="sample", join="softmax", adjust=lambda S, *_: (S * S, 2.0 * S)
+        )
+
+    x, y = batch(4, 3, 8)
+    with pytest.raises(ValueError, match="cannot adjust negatives by"):
+        Squared(3, 8, engine="fused").to(DEVICE)(x, y)
 
 
 def test_similarity_limit_removes_negatives():
@@ -303,7 +348,7 @@ def test_shard_of_the_classes(name):
     torch.testing.assert_close(ours.negatives, expected.negatives)
 
 
-@pytest.mark.parametrize("name", ["arcface", "mpa", "uniface"])
+@pytest.mark.parametrize("name", ["arcface", "mpa", "uniface", "curricularface", "sphereface2"])
 def test_sampled_negatives_equal_dense(name):
     x, y = batch(9, 60, 16)
     results = []
@@ -316,7 +361,9 @@ def test_sampled_negatives_equal_dense(name):
 
 
 @pytest.mark.parametrize("ignore_above", [None, 0.5])
-@pytest.mark.parametrize("name", ["arcface", "proxy_anchor", "mpa", "uniface"])
+@pytest.mark.parametrize(
+    "name", ["arcface", "proxy_anchor", "mpa", "uniface", "proxy_circle", "sphereface2"]
+)
 def test_nan_in_a_proxy_makes_the_loss_nan(name, ignore_above):
     x, y = batch(6, 20, 8)
     loss = make(name, 20, 8, 2, "fused", ignore_above=ignore_above)
