@@ -67,8 +67,8 @@ TILES = {
     3: Tiles(Tile(128, 128, 32), Tile(64, 64, 32, 4), Tile(64, 64, 32, 4), Tile(128, 64, 32)),
 }
 
-#: Tile of `log_sums` by entry with several parts, whose logarithms need registers.
-ENTRY_SUMS = Tile(64, 64, 32, 4)
+#: Tile of `log_sums` for logits that need registers: adjusted, or by entry with several parts.
+SMALL_SUMS = Tile(64, 64, 32, 4)
 
 
 def grouped_tile(kp: int, parts: int) -> Tile:
@@ -360,8 +360,9 @@ class _Fused:
         """
         plan, needs_total = self.plan, self.problem.needs_total
         tile = plan.sum_tile
-        if self.is_by_entry and plan.kp == 1 and plan.parts > 1:
-            tile = ENTRY_SUMS
+        adjusts = self.value is not None
+        if plan.kp == 1 and (adjusts or (self.is_by_entry and plan.parts > 1)):
+            tile = SMALL_SUMS
         options = plan.entry_options(tile)
         blocks, classes = plan.padded_batch // options["BB"], tile.rows // plan.kp
         programs = min(-(-plan.capacity // classes), max(1, plan.processors // blocks))

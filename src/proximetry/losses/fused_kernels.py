@@ -158,8 +158,8 @@ def _circle(S, limit, margin):
 @triton.jit
 def _power(S, limit, exponent):
     half = _larger(0.5 * (S + 1.0), 0.0)
-    slope = tl.where(exponent == 1.0, 1.0, tl.exp2(tl.log2(half) * (exponent - 1.0)))
-    return 2.0 * half * slope - 1.0, exponent * slope
+    power = tl.where(exponent == 1.0, 1.0, tl.exp(tl.log(half) * (exponent - 1.0)))
+    return 2.0 * half * power - 1.0, exponent * power
 
 
 #: ADJUST of the kernels, by `LossForm.adjust`.
