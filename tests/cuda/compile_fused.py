@@ -104,7 +104,7 @@ def launches():
             ("proxy_circle", 1, "tf32"),
             ("sphereface2", 1, "bf16"),
             ("sphereface2", 1, "float32"),
-            ("sphereface2", 2, "tf32"),
+            ("sphereface2", 2, "bf16"),
         ):
             settings = {} if k == 1 else {"proxies_per_class": k}
             module = create(loss, 64, 512, engine="fused", precision=precision, **settings)

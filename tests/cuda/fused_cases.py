@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from proximetry import losses
-from proximetry.losses import base, fused_batch
+from proximetry.losses import adjustments, base, fused_batch
 from proximetry.losses import batch as torch_batch
 from proximetry.losses import fused as fused_module
 from tests.losses.cases import MULTI, NAMES, OPTIMIZERS
@@ -303,6 +303,33 @@ def test_adjusted_negatives_near_the_class(name, settings, lengths):
         results.append(value_and_gradients(loss, near, y))
     for expected, ours in zip(*results, strict=True):
         assert distance(ours, expected) <= 1e-5
+
+
+class LearnedRate(losses.SphereFace2):
+    def build(self, arguments):
+        super().build(arguments)
+        self.rate = torch.nn.Parameter(torch.tensor(4.0))
+
+    def negative_logit(self, batch):
+        return self.rate.expand(len(batch.x)), 0.3
+
+
+class ClassWise(losses.ProxyAnchor):
+    form = losses.LossForm("single", by="class", join="separate", adjust=adjustments.circle)
+
+    def adjust_arguments(self, batch):
+        return None, -0.2
+
+
+@pytest.mark.parametrize("make_loss", [LearnedRate, ClassWise])
+def test_adjusted_negatives_with_learned_scale_and_by_class(make_loss):
+    x, y = batch(9, 30, 16)
+    results = []
+    for engine in ("dense", "fused"):
+        torch.manual_seed(0)
+        results.append(value_and_gradients(make_loss(30, 16, engine=engine).to(DEVICE), x, y))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_other_adjustments_raise():
