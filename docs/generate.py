@@ -110,14 +110,24 @@ def shared_settings() -> str:
 
 def form(cls: type[ProxyLoss]) -> str:
     """Return the form of a loss as its class writes it."""
-    return f'LossForm("{cls.form.similarity}", by="{cls.form.by}", join="{cls.form.join}")'
+    choices = f'"{cls.form.similarity}", by="{cls.form.by}", join="{cls.form.join}"'
+    adjust = "" if cls.form.adjust is None else f", adjust={cls.form.adjust.__name__}"
+    return f"LossForm({choices}{adjust})"
 
 
 def logit(cls: type[ProxyLoss], method: str) -> str:
-    """Return the formula at the beginning of the docstring of a logit."""
+    """Return the formula of a logit."""
     if getattr(cls, method) is ProxyLoss.positive_logit:  # no margin
         method = "negative_logit"
-    first = (inspect.getdoc(getattr(cls, method)) or "").splitlines()[0]
+    text = documented_formula(getattr(cls, method))
+    if cls.form.adjust is not None and method == "negative_logit":
+        text += f", φ(S) = {documented_formula(cls.form.adjust)}"
+    return text
+
+
+def documented_formula(function: Callable[..., object]) -> str:
+    """Return the formula at the beginning of a docstring."""
+    first = (inspect.getdoc(function) or "").splitlines()[0]
     first = re.sub("^Return (scale and offset of )?", "", first)
     return re.split(r"[:.](?:\s|$)", first)[0]
 

@@ -98,6 +98,13 @@ def launches():
             ("uniface", 1, "float32"),
             ("uniface", 1, "tf32"),
             ("proxy_sigmoid", 2, "bf16"),
+            ("curricularface", 1, "bf16"),
+            ("curricularface", 1, "float32"),
+            ("mv_softmax", 2, "tf32"),
+            ("proxy_circle", 1, "tf32"),
+            ("sphereface2", 1, "bf16"),
+            ("sphereface2", 1, "float32"),
+            ("sphereface2", 2, "bf16"),
         ):
             settings = {} if k == 1 else {"proxies_per_class": k}
             module = create(loss, 64, 512, engine="fused", precision=precision, **settings)

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from proximetry import losses
-from proximetry.losses import base, fused_batch
+from proximetry.losses import adjustments, base, fused_batch
 from proximetry.losses import batch as torch_batch
 from proximetry.losses import fused as fused_module
-from tests.losses.cases import FUSED as NAMES
-from tests.losses.cases import MULTI, OPTIMIZERS
+from tests.losses.cases import MULTI, NAMES, OPTIMIZERS
 
 DEVICE = os.environ["KERNEL_DEVICE"]
 ON_GPU = DEVICE == "cuda"
@@ -154,7 +153,9 @@ def test_weights_ignored_labels_and_smoothing(name, reduction):
         assert distance(ours, theirs) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["mpa", "soft_triple", "proxy_anchor", "proxy_sigmoid"])
+@pytest.mark.parametrize(
+    "name", ["mpa", "soft_triple", "proxy_anchor", "proxy_sigmoid", "mv_softmax"]
+)
 def test_chunks_give_the_result_of_one(name, monkeypatch):
     monkeypatch.setattr(fused_module, "CHUNK_BYTES", 1)
     assert max(errors(name, (9, 150, 24, 2))) <= 1e-5
@@ -265,7 +266,7 @@ def test_ignored_batches_have_loss_and_gradients_0(name):
         assert (value == 0).all()
 
 
-@pytest.mark.parametrize("name", ["proxy_anchor", "arcface"])
+@pytest.mark.parametrize("name", ["proxy_anchor", "arcface", "sphereface2"])
 def test_double_backward_equals_dense(name):
     x, y = batch(7, 12, 16)
     penalties = []
@@ -294,6 +295,77 @@ def test_float64_and_many_proxies_per_class_raise():
         make("proxy_anchor", 3, 8, 1, "fused").double()(x.double(), y)
     with pytest.raises(ValueError, match="at most 128 proxies"):
         make("mpa", 3, 8, 129, "fused")(x, y)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "lengths"),
+    [
+        ("curricularface", {"margin": 0.1}, 0.7),
+        ("mv_softmax", {"kind": "angle", "t": 0.5}, 0.7),
+        ("mv_softmax", {"scale": 3.0}, 0.7),
+        ("proxy_circle", {"scale": 5.0, "margin": -0.1}, 0.0),
+        ("sphereface2", {"exponent": 1.0}, 0.0),
+        ("sphereface2", {"exponent": 2.3, "scale": 5.0}, 0.0),
+    ],
+)
+def test_adjusted_negatives_near_the_class(name, settings, lengths):
+    """Some negatives are hard, and some are not."""
+    x, y = batch(19, 60, 24)
+    results = []
+    for engine in ("dense", "fused"):
+        loss = make(name, 60, 24, 2, engine, ignore_above=0.4, **settings)
+        if engine == "dense":
+            loss = loss.double()
+        unit = torch.nn.functional.normalize
+        near = unit(x) + lengths * unit(loss.proxies.weight.detach()[y, 0].float())
+        if name == "curricularface":
+            loss.t.fill_(0.3)
+        if name in {"curricularface", "mv_softmax"}:
+            S = loss.similarities(near)
+            own = S.gather(1, y.unsqueeze(1)).squeeze(1)
+            hard = (loss.positive_logit(own, None) / loss.scale).unsqueeze(1) < S
+            assert 0.01 < hard.double().mean() < 0.99
+        results.append(value_and_gradients(loss, near, y))
+    for expected, ours in zip(*results, strict=True):
+        assert distance(ours, expected) <= 1e-5
+
+
+class LearnedRate(losses.SphereFace2):
+    def build(self, arguments):
+        super().build(arguments)
+        self.rate = torch.nn.Parameter(torch.tensor(4.0))
+
+    def negative_logit(self, batch):
+        return self.rate.expand(len(batch.x)), 0.3
+
+
+class ClassWise(losses.ProxyAnchor):
+    form = losses.LossForm("single", by="class", join="separate", adjust=adjustments.circle)
+
+    def adjust_arguments(self, batch):
+        return None, -0.2
+
+
+@pytest.mark.parametrize("make_loss", [LearnedRate, ClassWise])
+def test_adjusted_negatives_with_learned_scale_and_by_class(make_loss):
+    x, y = batch(9, 30, 16)
+    results = []
+    for engine in ("dense", "fused"):
+        torch.manual_seed(0)
+        results.append(value_and_gradients(make_loss(30, 16, engine=engine).to(DEVICE), x, y))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_other_adjustments_raise():
+    class Squared(losses.NormSoftmax):
+        form = losses.LossForm(
+            "max", by="sample", join="softmax", adjust=lambda S, *_: (S * S, 2.0 * S)
+        )
+
+    x, y = batch(4, 3, 8)
+    with pytest.raises(ValueError, match="cannot adjust negatives by"):
+        Squared(3, 8, engine="fused").to(DEVICE)(x, y)
 
 
 def test_similarity_limit_removes_negatives():
@@ -328,7 +400,7 @@ def test_shard_of_the_classes(name):
     torch.testing.assert_close(ours.negatives, expected.negatives)
 
 
-@pytest.mark.parametrize("name", ["arcface", "mpa", "uniface"])
+@pytest.mark.parametrize("name", ["arcface", "mpa", "uniface", "curricularface", "sphereface2"])
 def test_sampled_negatives_equal_dense(name):
     x, y = batch(9, 60, 16)
     results = []
@@ -341,7 +413,9 @@ def test_sampled_negatives_equal_dense(name):
 
 
 @pytest.mark.parametrize("ignore_above", [None, 0.5])
-@pytest.mark.parametrize("name", ["arcface", "proxy_anchor", "mpa", "uniface"])
+@pytest.mark.parametrize(
+    "name", ["arcface", "proxy_anchor", "mpa", "uniface", "proxy_circle", "sphereface2"]
+)
 def test_nan_in_a_proxy_makes_the_loss_nan(name, ignore_above):
     x, y = batch(6, 20, 8)
     loss = make(name, 20, 8, 2, "fused", ignore_above=ignore_above)

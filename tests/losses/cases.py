@@ -4,11 +4,10 @@ import torch
 
 from proximetry import losses
 from proximetry.losses.batch import normalize
+from proximetry.losses.dense import own_similarity
 from proximetry.losses.form import Problem
 
 NAMES = list(losses.LOSSES)
-#: Losses that the fused engine supports.
-FUSED = [name for name, loss in losses.LOSSES.items() if not loss.adjusts_negatives()]
 #: Losses with a margin in angle: the slope of their logit has a pole at cosines of ±1.
 ANGULAR = {
     "adaface", "arcface", "combined_margin", "curricularface", "dynamic_margin", "elasticface",
@@ -54,9 +53,13 @@ def of_lengths(length, y=None):
 
 def problem(loss, x, proxies, y):
     """Return the problem that the loss passes to its engine."""
-    scale, offset = loss.negative_logit(prepared(x, y))
+    own = own_similarity(x, proxies, y, loss.form, loss.gamma)
+    batch = prepared(x, y)._replace(own=own)
+    scale, offset = loss.negative_logit(batch)
     if loss.form.by != "class":
-        return Problem(x, proxies, y, loss.form, loss.gamma, scale, offset)
+        limit, value = loss.adjust_arguments(batch)
+        common = x, proxies, y, loss.form, loss.gamma, scale, offset
+        return Problem(*common, limit=limit, value=value)
     present = x.new_zeros(len(proxies)).index_fill(0, y, 1.0)
     weight = loss.negative_weight(len(proxies), lambda: (present, present.sum()))
     return Problem(x, proxies, y, loss.form, loss.gamma, scale, offset, weight)

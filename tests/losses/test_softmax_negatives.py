@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from proximetry import losses
+from proximetry.losses import LossForm
 from tests.losses import reference
 from tests.losses.cases import batch, make
 
@@ -76,7 +77,7 @@ def test_hard_and_easy_negatives_occur(name):
     x, y = batch()
     loss = make(name).double().eval()
     own = loss.similarities(x).gather(1, y.unsqueeze(1)).squeeze(1)
-    hard = loss.similarities(x) > loss.target(own).unsqueeze(1)
+    hard = loss.similarities(x) > (loss.positive_logit(own, None) / loss.scale).unsqueeze(1)
     assert 0 < hard.double().mean() < 1
 
 
@@ -128,16 +129,34 @@ def test_resumed_steps_are_bit_exact():
     assert [resumed(*rows).item() for rows in steps[2:]] == expected[2:]
 
 
-@pytest.mark.parametrize("name", ["curricularface", "mv_softmax", "proxy_circle", "sphereface2"])
-def test_fused_engine_is_not_chosen_and_raises(name, monkeypatch):
+class Squared(losses.ProxyAnchor):
+    """A class-wise loss with negative logits α(S² + δ)."""
+
+    form = LossForm("single", "class", "separate", adjust=lambda S, *_: (S * S, 2.0 * S))
+
+
+@pytest.mark.parametrize("name", ["cosface", "curricularface", "sphereface2"])
+def test_fused_engine_is_chosen(name, monkeypatch):
     monkeypatch.setattr("proximetry.losses.base._has_fused_engine", lambda device: True)
     large = 2**20
-    assert make("cosface", large, 1).choose_engine(8) == "fused"
-    loss = make(name, large, 1)
-    assert loss.choose_engine(8) == "streamed"
-    loss.engine = "fused"
-    with pytest.raises(ValueError, match=r"does not support .*engine='auto'"):
-        loss(torch.randn(2, 1), [0, 1])
+    assert make(name, large, 1).choose_engine(8) == "fused"
+    assert Squared(large, 1).choose_engine(8) == "streamed"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_custom_adjustment_of_a_class_wise_loss(engine):
+    x, y = batch()
+    torch.manual_seed(0)
+    loss = Squared(7, 5, engine=engine).double()
+    S = F.normalize(x) @ F.normalize(loss.proxies.weight[:, 0]).T
+    is_positive = F.one_hot(y, 7).bool()
+    pull = torch.exp(-32 * (S - 0.1)).where(is_positive, 0.0).sum(0).log1p()
+    push = torch.exp(32 * (S * S + 0.1)).where(~is_positive, 0.0).sum(0).log1p()
+    expected = pull.sum() / is_positive.any(0).sum() + push.mean()
+    value = loss(x, y)
+    gradients = (torch.autograd.grad(v, loss.proxies.weight)[0] for v in (value, expected))
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(*gradients)
 
 
 def test_circle_loss_is_that_of_the_paper():

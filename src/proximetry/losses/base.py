@@ -15,6 +15,7 @@ from torch import Tensor
 from proximetry._util.errors import suggest
 from proximetry._util.labels import as_labels
 from proximetry._util.tensors import common_random_numbers, l2_normalize
+from proximetry.losses.adjustments import ADJUSTMENTS
 from proximetry.losses.batch import Batch, Engine, mean, normalize, pull
 from proximetry.losses.dense import (
     cosines,
@@ -25,7 +26,7 @@ from proximetry.losses.dense import (
     pull_by_class,
     reduce_proxies,
 )
-from proximetry.losses.form import MAX_FUSED_K, Adjustment, LossForm, Precision, Problem
+from proximetry.losses.form import MAX_FUSED_K, LossForm, Precision, Problem
 from proximetry.losses.proxies import Init, Proxies
 from proximetry.losses.proxy_optimizers import ProxyOptimizer
 from proximetry.losses.sampling import sampled
@@ -155,24 +156,19 @@ class ProxyLoss(ConfigurableModule):
     def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:
         """Return (scale, offset) of the other classes' logit, ``scale · S + offset``.
 
-        Both are a number or one per sample [B], which may have a gradient.
+        Both are a number or one per sample [B], which may have a gradient. If `LossForm.adjust`
+        gives φ(S), the logit is ``scale · φ(S) + offset``.
         """
         raise NotImplementedError
 
-    def adjust_negatives(self, batch: Batch) -> Adjustment:
-        """Return a function that maps similarities S [B, n] to φ(S) and dφ/dS, for each entry.
+    def adjust_arguments(self, batch: Batch) -> tuple[Any, Any]:
+        """Return the limit and the value for `LossForm.adjust`.
 
-        A loss that overrides this has the negative logit ``scale · φ(S) + offset``; it is computed
-        by the dense or streamed engine and has no label smoothing. Autograd must be able to
-        differentiate φ; ``batch.own`` has the similarities to the samples' classes. The function is
-        called again in backward: copy state that the next step changes.
+        The fused engine needs one limit per sample [B, 1] or None, and a number or a tensor with
+        one number, without gradients. ``batch.own`` has the similarities to the samples' classes.
+        Backward uses the arguments again: copy state that the next step changes.
         """
-        raise NotImplementedError
-
-    @classmethod
-    def adjusts_negatives(cls) -> bool:
-        """Return whether the loss overrides `adjust_negatives`."""
-        return cls.adjust_negatives is not ProxyLoss.adjust_negatives
+        return None, 0.0
 
     def join(self, positive: Tensor, negatives: Tensor) -> Tensor:
         """Return the terms of the samples [B] from the positive logits and `Parts.negatives`."""
@@ -269,15 +265,15 @@ class ProxyLoss(ConfigurableModule):
             name = self.choose_engine(len(embeddings))
             engine = _ENGINES[name]()
             batch = engine.normalize(embeddings, labels, weights, proxies.dtype)
-            if self.adjusts_negatives():
+            if self.form.adjust is not None:
                 own_of = own_similarity if shard is None else shard.own_similarity
                 own = own_of(batch.x, proxies, batch.labels, self.form, self.gamma)
                 batch = batch._replace(own=own)
             if self.training and truncate_dim is None:
                 with torch.no_grad():
                     self.update_state(batch)
-            adjust = self.adjust_negatives(batch) if self.adjusts_negatives() else None
             scale, offset = self.negative_logit(batch)
+            limit, value = self.adjust_arguments(batch)
             update, optimizer = None, self.proxy_optimizer if self.training else None
             if optimizer is not None:
                 optimizer.check(self.proxies)
@@ -285,7 +281,8 @@ class ProxyLoss(ConfigurableModule):
             problem = Problem(
                 batch.x, proxies, batch.labels, self.form, self.gamma, scale, offset,
                 has_weights=weights is not None, needs_distance=self.tau > 0.0,
-                ignore_above=self.ignore_above, precision=precision, update=update, adjust=adjust,
+                ignore_above=self.ignore_above, precision=precision, update=update, limit=limit,
+                value=value,
             )  # fmt: skip
             if self.training and self.sampled_negatives < 1.0:
                 share, solve = self.sampled_negatives, engine.solve
@@ -316,10 +313,6 @@ class ProxyLoss(ConfigurableModule):
 
     def choose_engine(self, batch_size: int) -> str:
         """Return the engine for a batch of this size, with "auto" resolved."""
-        if self.engine == "fused" and self.adjusts_negatives():
-            raise ValueError(
-                f"the fused engine does not support {type(self).__name__}. Use engine='auto'."
-            )
         if self.engine != "auto":
             return self.engine
         weight = self.proxies.weight
@@ -327,7 +320,7 @@ class ProxyLoss(ConfigurableModule):
         if is_small and self.proxy_optimizer is None:
             return "dense"
         is_fused = weight.dtype == torch.float32 and weight.shape[1] <= MAX_FUSED_K
-        is_fused = is_fused and not self.adjusts_negatives()
+        is_fused = is_fused and self.form.adjust in (None, *ADJUSTMENTS)
         return "fused" if is_fused and _has_fused_engine(weight.device) else "streamed"
 
     def _reduce_by_sample(

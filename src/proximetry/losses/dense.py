@@ -85,7 +85,7 @@ def dense(problem: Problem) -> Parts:
     if problem.log_weights is not None:
         offset = problem.log_weights + offset
     offset = offset.unsqueeze(1) if isinstance(offset, Tensor) else offset
-    phi = S if problem.adjust is None else problem.adjust(S)[0]
+    phi, _ = problem.adjust(S)
     z = (factor * phi + offset).scatter(1, label_column, -torch.inf)
     if problem.is_shard:
         S, z = S[:, :classes], z[:, :classes]

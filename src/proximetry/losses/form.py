@@ -1,20 +1,21 @@
 """The form of a proxy loss, and the contract `Problem → Parts` of the engines.
 
-Every loss here is a grouped log-sum-exp over class similarities. A `LossForm` names three choices:
+Every loss here is a grouped log-sum-exp over class similarities. A `LossForm` names the choices:
 
 1. the *similarity* S(x, c), aggregated from the K proxies of class c;
 2. the grouping: one logarithm *by* class, over the samples of the batch, *by* sample, over the
    classes, or *by* entry, for each sample and class;
-3. how the logits of a sample's class (positive) and the other classes (negatives) *join*.
+3. how the logits of a sample's class (positive) and the other classes (negatives) *join*;
+4. a function φ(S) that may *adjust* the similarities to the other classes.
 
 The margin is two short methods of the loss itself (`ProxyLoss.positive_logit` and
 `ProxyLoss.negative_logit`): any function for the positive, ``scale · S + offset`` for the
-negatives. `ProxyLoss.adjust_negatives` may replace S by a function φ(S) of each entry.
+negatives, or ``scale · φ(S) + offset``.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -26,25 +27,25 @@ Join = Literal["separate", "joint", "softmax", "nca"]
 Precision = Literal["auto", "float32", "tf32", "bf16"]
 #: The largest number of proxies per class in the fused engine.
 MAX_FUSED_K = 128
+Adjust = Callable[[Tensor, Any, Any], tuple[Tensor, Tensor]]
+"""Returns φ(S) and its derivative from similarities [B, n], a limit and a value."""
 
 
 @dataclass(frozen=True)
 class LossForm:
-    """The form of a loss: three choices that all engines understand."""
+    """The form of a loss: choices that all engines understand."""
 
     similarity: Aggregation
     by: By
     join: Join
+    adjust: Adjust | None = None
+    """The fused engine supports `adjustments.ADJUSTMENTS` only. Not with label smoothing."""
 
     def __post_init__(self) -> None:
         for name, choices in (("similarity", Aggregation), ("by", By), ("join", Join)):
             one_of(*get_args(choices))(name, getattr(self, name))
         if self.by != "sample" and self.join != "separate":
             raise ValueError(f"a loss by {self.by} must have join='separate', got {self.join!r}")
-
-
-Adjustment = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Returns φ(S) and dφ/dS for similarities [B, n] to any classes."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Problem:
     gamma: float
     """Temperature of the soft assignment, for the similarity "soft"."""
     scale: float | Tensor
-    """The negative logit is ``scale · S + offset``; both are a number or one per sample [B]."""
+    """The negative logit is ``scale · φ(S) + offset``; both are a number or one per sample [B]."""
     offset: float | Tensor
     class_weight: float | Tensor | None = None
     """Weight of the negative terms of class-wise losses, a number or one per class [C]; with None
@@ -73,9 +74,10 @@ class Problem:
     """Whether sample-wise losses need the sum of a sample's similarities."""
     needs_distance: bool = False
     """Whether the loss has an intra-class term."""
-    adjust: Adjustment | None = None
-    """With it, the negative logit is ``scale · φ(S) + offset``. Not for the fused engine, and not
-    with ``needs_total``."""
+    limit: Any = None
+    """The second argument of `LossForm.adjust`: one per sample [B, 1] or None."""
+    value: Any = 0.0
+    """The third argument of `LossForm.adjust`: a number or a tensor with one number."""
     ignore_above: float | None = None
     """Negatives with S(x, c) above this have logit -inf; the sum of similarities includes them."""
     update: Callable[[slice, Tensor], None] | None = None
@@ -86,6 +88,11 @@ class Problem:
     is_shard: bool = False
     """Whether labels may be outside 0 … C − 1, for classes on other ranks. All classes are then
     negatives of the sample, and its `Parts.positive` is not used."""
+
+    def adjust(self, S: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return φ(S) and its derivative; S and None if the form does not adjust it."""
+        adjust = self.form.adjust
+        return (S, None) if adjust is None else adjust(S, self.limit, self.value)
 
 
 class Parts(NamedTuple):

@@ -67,8 +67,8 @@ TILES = {
     3: Tiles(Tile(128, 128, 32), Tile(64, 64, 32, 4), Tile(64, 64, 32, 4), Tile(128, 64, 32)),
 }
 
-#: Tile of `log_sums` by entry with several parts, whose logarithms need registers.
-ENTRY_SUMS = Tile(64, 64, 32, 4)
+#: Tile of `log_sums` for logits that need registers: adjusted, or by entry with several parts.
+SMALL_SUMS = Tile(64, 64, 32, 4)
 
 
 def grouped_tile(kp: int, parts: int) -> Tile:
@@ -91,8 +91,10 @@ def fused(problem: Problem) -> Parts:
             f"the fused engine needs at most {MAX_FUSED_K} proxies per class, got {k}. "
             "Use engine='auto'."
         )
-    if problem.adjust is not None:
-        raise ValueError("the fused engine cannot adjust negatives. Use engine='auto'.")
+    if problem.form.adjust not in kernels.ADJUSTMENTS:
+        raise ValueError(
+            f"the fused engine cannot adjust negatives by {problem.form.adjust}. Use engine='auto'."
+        )
     is_learned = any(is_tensor(value) and value.requires_grad for value in inputs[2:])
     if problem.form.by == "class" and is_learned:
         return streamed(problem)  # the kernels do not compute the gradient of these scales
@@ -214,7 +216,7 @@ class _Plan:
             "K": self.k, "KP": self.kp, "DIM": self.dim, "PB": self.padded_batch,
             "PD": self.padded_dim, "PARTS": parts, "BLOCKS": self.blocks,
             "AGGREGATION": kernels.AGGREGATIONS[similarity],
-            "SCALES": flags[0], "LIMIT": flags[1],
+            "SCALES": flags[0], "IGNORE": flags[1],
         }  # fmt: skip
         self._launchers: dict[Any, Callable[..., None]] = {}
         self._set_product_tiles(tiles.proxies, tiles.embeddings)
@@ -282,6 +284,12 @@ class _Fused:
             self.offsets = (problem.offset.detach() + extra).expand(len(self.x))
         if self.offsets is not None:
             self.offsets = aligned(self.offsets)
+        self.limits = self.value = None
+        if problem.form.adjust is not None:
+            limit, value = problem.limit, problem.value
+            limit = self.x.new_zeros(1) if limit is None else limit.detach().flatten()
+            self.limits = aligned(limit.expand(len(self.x)))
+            self.value = aligned(value) if is_tensor(value) else self.x.new_full((), value)
         self.is_by_entry = problem.form.by == "entry"
         self.class_weights = None
         if self.is_by_entry and is_tensor(problem.class_weight):
@@ -292,11 +300,12 @@ class _Fused:
             _limits(self.x.device), CHUNK_BYTES,
         )  # fmt: skip
         scale = 0.0 if is_tensor(problem.scale) else float(problem.scale)
-        limit = 0.0 if problem.ignore_above is None else float(problem.ignore_above)
+        ignore_above = 0.0 if problem.ignore_above is None else float(problem.ignore_above)
         offset = 0.0 if is_tensor(problem.offset) else float(problem.offset)
-        self.numbers = scale, offset, limit, float(problem.gamma)
+        self.numbers = scale, offset, ignore_above, float(problem.gamma)
         bound = torch.inf if flags[0] or is_tensor(problem.offset) else abs(offset) + abs(scale)
         self.needs_peaks = bound >= _SAFE_EXPONENT or problem.has_weights
+        self.needs_peaks |= problem.form.adjust is not None
         self.x_parts = self.new(plan.parts, plan.padded_batch, plan.padded_dim, torch.bfloat16)
         self.w = self.new(plan.parts, plan.rows, plan.padded_dim, torch.bfloat16)
         self.inverses = self.new(plan.rows)
@@ -351,8 +360,9 @@ class _Fused:
         """
         plan, needs_total = self.plan, self.problem.needs_total
         tile = plan.sum_tile
-        if self.is_by_entry and plan.kp == 1 and plan.parts > 1:
-            tile = ENTRY_SUMS
+        adjusts = self.value is not None
+        if plan.kp == 1 and (adjusts or (self.is_by_entry and plan.parts > 1)):
+            tile = SMALL_SUMS
         options = plan.entry_options(tile)
         blocks, classes = plan.padded_batch // options["BB"], tile.rows // plan.kp
         programs = min(-(-plan.capacity // classes), max(1, plan.processors // blocks))
@@ -364,8 +374,8 @@ class _Fused:
         for first, count in self.chunks():
             launch(
                 (blocks, programs), self.x_parts, self.w, self.labels, self.offsets, self.scales,
-                self.class_weights, peaks, sums, totals, *self.numbers, first, count, plan.batch,
-                plan.capacity,
+                self.class_weights, self.limits, self.value, peaks, sums, totals, *self.numbers,
+                first, count, plan.batch, plan.capacity,
             )  # fmt: skip
         lse = self.new(plan.batch)
         total = self.new(plan.batch) if needs_total else None
@@ -429,12 +439,13 @@ class _Fused:
             gradients.add_chunk(first, count)
         return sums
 
-    def _sample_flags(self) -> dict[str, bool]:
+    def _sample_flags(self) -> dict[str, Any]:
         """Return flags of `kernels.log_sums` and `kernels.entries`."""
         return {
             "BY_ENTRY": self.is_by_entry,
             "WEIGHTS": self.class_weights is not None,
             "OFFSETS": self.offsets is not None,
+            "ADJUST": kernels.ADJUSTMENTS[self.problem.form.adjust],
         }
 
     def _entries(
@@ -459,9 +470,9 @@ class _Fused:
         ) -> None:  # fmt: skip
             launch(
                 (plan.blocks, -(-count // plan.tile)), self.x_parts, self.w, self.labels,
-                self.offsets, self.scales, self.class_weights, shifts, lse, slopes, total_slopes,
-                g, sums, radial, scale_slopes, offset_slopes, *self.numbers, first, count,
-                plan.batch, plan.capacity,
+                self.offsets, self.scales, self.class_weights, self.limits, self.value, shifts,
+                lse, slopes, total_slopes, g, sums, radial, scale_slopes, offset_slopes,
+                *self.numbers, first, count, plan.batch, plan.capacity,
             )  # fmt: skip
 
         return run

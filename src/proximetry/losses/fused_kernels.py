@@ -12,9 +12,13 @@ first one proxy of each class, then the next, so that a thread has all of up to 
 """
 
 import os
+from typing import Any
 
 import triton
 import triton.language as tl
+
+from proximetry.losses import adjustments
+from proximetry.losses.form import Adjust
 
 #: Triton's interpreter cannot multiply bf16 numbers.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -134,9 +138,54 @@ def _similarities(
 
 
 @triton.jit
+def _curricular(S, limit, t):
+    hard = limit < S
+    return tl.where(hard, S * (t + S), S), tl.where(hard, t + 2.0 * S, 1.0)
+
+
+@triton.jit
+def _misclassified(S, limit, t):
+    extra = tl.where(limit < S, t, 0.0)
+    return S + extra * (S + 1.0), extra + 1.0
+
+
+@triton.jit
+def _circle(S, limit, margin):
+    weight = _larger(S + margin, 0.0)
+    return weight * (S - margin), weight
+
+
+@triton.jit
+def _power(S, limit, exponent):
+    half = _larger(0.5 * (S + 1.0), 0.0)
+    power = tl.where(exponent == 1.0, 1.0, tl.exp(tl.log(half) * (exponent - 1.0)))
+    return 2.0 * half * power - 1.0, exponent * power
+
+
+#: ADJUST of the kernels, by `LossForm.adjust`.
+ADJUSTMENTS: dict[Adjust | None, Any] = {
+    None: None,
+    adjustments.curricular: _curricular,
+    adjustments.misclassified: _misclassified,
+    adjustments.circle: _circle,
+    adjustments.power: _power,
+}
+
+
+@triton.jit
+def _adjust(S, limits, value, sample, batch, ADJUST: tl.constexpr):
+    """Return φ(S) and its derivative."""
+    phi, change = S, S
+    if ADJUST is not None:
+        limit = tl.load(limits + sample, mask=sample < batch, other=0.0)
+        phi, change = ADJUST(S, limit[None, :], tl.load(value))
+    return phi, change
+
+
+@triton.jit
 def _negative_logits(
-    S, tile, sample, labels, offsets, scales, scale, offset, ignore_above, first, count, batch,
-    BC: tl.constexpr, OFFSETS: tl.constexpr, SCALES: tl.constexpr, LIMIT: tl.constexpr,
+    S, phi, tile, sample, labels, offsets, scales, scale, offset, ignore_above, first, count, batch,
+    BC: tl.constexpr, OFFSETS: tl.constexpr, SCALES: tl.constexpr, IGNORE: tl.constexpr,
 ):  # fmt: skip
     """Return the logits [BC, BB], -inf where an entry is not a negative, and the scales."""
     class_ = tile * BC + tl.arange(0, BC)
@@ -145,11 +194,11 @@ def _negative_logits(
     factor = tl.zeros_like(S) + scale
     if SCALES:
         factor = tl.zeros_like(S) + tl.load(scales + sample, mask=sample < batch, other=0.0)
-    z = S * factor + offset
+    z = phi * factor + offset
     if OFFSETS:
         z += tl.load(offsets + sample, mask=sample < batch, other=0.0)[None, :]
     is_negative = inside & (label[None, :] != (first + class_)[:, None])
-    if LIMIT:
+    if IGNORE:
         is_negative &= (S > ignore_above) == 0  # NaN is a negative
     return tl.where(is_negative, z, float("-inf")), factor, inside
 
@@ -299,12 +348,12 @@ def add_pair_gradients(
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def log_sums(
-    x, w, labels, offsets, scales, class_weights, peaks, sums, totals,
+    x, w, labels, offsets, scales, class_weights, limits, value, peaks, sums, totals,
     scale, offset, ignore_above, gamma, first, count, batch, capacity,
     K: tl.constexpr, KP: tl.constexpr, AGGREGATION: tl.constexpr, PARTS: tl.constexpr,
     PB: tl.constexpr, PD: tl.constexpr, BY_ENTRY: tl.constexpr, WEIGHTS: tl.constexpr,
-    OFFSETS: tl.constexpr, SCALES: tl.constexpr, LIMIT: tl.constexpr, TOTAL: tl.constexpr,
-    BR: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
+    OFFSETS: tl.constexpr, SCALES: tl.constexpr, IGNORE: tl.constexpr, ADJUST: tl.constexpr,
+    TOTAL: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Continue each sample's running log-sum-exp of the negatives, peaks + log(sums).
 
@@ -327,9 +376,10 @@ def log_sums(
             x, w, tile, sample, count, capacity, gamma,
             K, KP, AGGREGATION, PARTS, PB, PD, BR, BB, BD,
         )  # fmt: skip
+        phi, _ = _adjust(S, limits, value, sample, batch, ADJUST)
         z, _, inside = _negative_logits(
-            S, tile, sample, labels, offsets, scales, scale, offset, ignore_above,
-            first, count, batch, BC, OFFSETS, SCALES, LIMIT,
+            S, phi, tile, sample, labels, offsets, scales, scale, offset, ignore_above,
+            first, count, batch, BC, OFFSETS, SCALES, IGNORE,
         )  # fmt: skip
         if BY_ENTRY:
             e = tl.maximum(z, 0.0) + _log1p(tl.exp(-tl.abs(z)))
@@ -373,14 +423,14 @@ def finish_log_sums(
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def entries(
-    x, w, labels, offsets, scales, class_weights, shifts, lse, slopes, total_slopes,
+    x, w, labels, offsets, scales, class_weights, limits, value, shifts, lse, slopes, total_slopes,
     g, sums, radial, scale_slopes, offset_slopes, scale, offset, ignore_above, gamma,
     first, count, batch, capacity,
     K: tl.constexpr, KP: tl.constexpr, AGGREGATION: tl.constexpr, PARTS: tl.constexpr,
     PB: tl.constexpr, PD: tl.constexpr,
     BY_CLASS: tl.constexpr, BY_ENTRY: tl.constexpr, WEIGHTS: tl.constexpr, OFFSETS: tl.constexpr,
-    SHIFTS: tl.constexpr, PEAKS: tl.constexpr, SCALES: tl.constexpr, LIMIT: tl.constexpr,
-    TOTAL: tl.constexpr, GRADIENT: tl.constexpr,
+    SHIFTS: tl.constexpr, PEAKS: tl.constexpr, SCALES: tl.constexpr, IGNORE: tl.constexpr,
+    ADJUST: tl.constexpr, TOTAL: tl.constexpr, GRADIENT: tl.constexpr,
     BR: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of entries e^z, and the gradients of the cosines.
@@ -397,9 +447,10 @@ def entries(
     s, S, slope = _similarities(
         x, w, tile, sample, count, capacity, gamma, K, KP, AGGREGATION, PARTS, PB, PD, BR, BB, BD
     )
+    phi, change = _adjust(S, limits, value, sample, batch, ADJUST)
     z, factor, inside = _negative_logits(
-        S, tile, sample, labels, offsets, scales, scale, offset, ignore_above,
-        first, count, batch, BC, OFFSETS, SCALES, LIMIT,
+        S, phi, tile, sample, labels, offsets, scales, scale, offset, ignore_above,
+        first, count, batch, BC, OFFSETS, SCALES, IGNORE,
     )  # fmt: skip
     if PEAKS:
         tl.store(sums + block * capacity + class_, tl.max(z, 1), mask=class_ < count)
@@ -419,11 +470,13 @@ def entries(
                 e = tl.exp(z - level[None, :])
             e *= tl.load(slopes + sample, mask=sample < batch, other=0.0)[None, :]
             if SCALES:
-                tl.store(scale_slopes + tile * PB + sample, tl.sum(e * S, 0))
+                tl.store(scale_slopes + tile * PB + sample, tl.sum(e * phi, 0))
             if OFFSETS:
                 tl.store(offset_slopes + tile * PB + sample, tl.sum(e, 0))
         if GRADIENT:
             gradient = e * factor
+            if ADJUST is not None:
+                gradient *= change
             if TOTAL:
                 direct = tl.load(total_slopes + sample, mask=sample < batch, other=0.0)
                 gradient = tl.where(inside, gradient + direct[None, :], 0.0)

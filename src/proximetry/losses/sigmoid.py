@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from proximetry.losses.adjustments import power
 from proximetry.losses.base import ProxyLoss
 from proximetry.losses.batch import Batch
 from proximetry.losses.dense import softplus
-from proximetry.losses.form import Adjustment, LossForm
+from proximetry.losses.form import LossForm
 from proximetry.losses.settings import (
     at_least_one,
     count,
@@ -127,6 +128,7 @@ class SphereFace2(_Sigmoid, name="sphereface2"):
     code the derivative of g is 1, and the loss is multiplied by 50.
     """
 
+    form = LossForm("max", by="entry", join="separate", adjust=power)
     use = "Faces with a similarity threshold, without a softmax over the classes."
     scale: float = setting(positive, "scale r", default=40.0)
     margin: float = setting(finite, "margin m, in g(S)", default=0.4)
@@ -149,23 +151,16 @@ class SphereFace2(_Sigmoid, name="sphereface2"):
 
     def positive_logit(self, similarity: Tensor, batch: Batch) -> Tensor:
         """Return −r(g(S) − m) − b."""
-        g, _ = self.adjust_negatives(batch)(similarity)
+        g, _ = power(similarity, None, self.exponent)
         return -self.scale * (g - self.margin) - self._bias(batch)
 
     def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:
-        """Return scale and offset of r(g(S) + m) + b."""
+        """Return scale and offset of r(φ(S) + m) + b."""
         return self.scale, self.scale * self.margin + self._bias(batch)
 
-    def adjust_negatives(self, batch: Batch) -> Adjustment:
-        """Return a function for g(S) and its derivative."""
-        exponent = self.exponent
-
-        def adjust(similarity: Tensor) -> tuple[Tensor, Tensor]:
-            half = (0.5 * (similarity + 1.0)).clamp(min=0.0)
-            power = half ** (exponent - 1.0)
-            return 2.0 * half * power - 1.0, exponent * power
-
-        return adjust
+    def adjust_arguments(self, batch: Batch) -> tuple[None, float]:
+        """Return the exponent of φ = g."""
+        return None, self.exponent
 
     def join(self, positive: Tensor, negatives: Tensor) -> Tensor:
         """Weight positives and negatives."""

@@ -6,9 +6,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from proximetry.losses.adjustments import circle, curricular, misclassified
 from proximetry.losses.base import ProxyLoss
 from proximetry.losses.batch import Batch
-from proximetry.losses.form import Adjustment, LossForm
+from proximetry.losses.form import LossForm
 from proximetry.losses.settings import (
     angle,
     cosine_margin,
@@ -26,29 +27,20 @@ from proximetry.losses.softmax_margins import MarginKind
 class _Adjusted(ProxyLoss):
     """Base of the losses: the logit of the other classes is λφ(S)."""
 
-    form = LossForm("max", by="sample", join="softmax")
     default_init = "small_normal"
     scale: float = setting(positive, "scale λ", default=64.0)
     proxies_per_class: InitVar[int] = setting(
         count, "proxies per class K; the nearest counts (sub-centers)", default=1, last=True
     )
 
-    def target(self, similarity: Tensor) -> Tensor:
-        """Return the similarity to the sample's class with its margin."""
-        raise NotImplementedError
+    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:
+        """Return scale and offset of scale · φ(S)."""
+        return self.scale, 0.0
 
     def limit(self, batch: Batch) -> Tensor:
-        """Return the similarity above which negatives are hard: the target of the sample [B, 1]."""
+        """Return the similarity above which negatives are hard [B, 1]."""
         assert batch.own is not None
-        return self.target(batch.own).unsqueeze(1)
-
-    def positive_logit(self, similarity: Tensor, batch: Batch) -> Tensor:
-        """Return the scaled target."""
-        return self.scale * self.target(similarity)
-
-    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:
-        """Return scale and offset of λφ(S)."""
-        return self.scale, 0.0
+        return (self.positive_logit(batch.own, batch) / self.scale).unsqueeze(1)
 
 
 class CurricularFace(_Adjusted, name="curricularface"):
@@ -59,6 +51,7 @@ class CurricularFace(_Adjusted, name="curricularface"):
     at first. The margin continues beyond θ = π − m like that of ArcFace.
     """
 
+    form = LossForm("max", by="sample", join="softmax", adjust=curricular)
     use = "Like ArcFace, with little weight for hard negatives at the beginning and more later."
     scale: float = setting(positive, "scale λ", default=64.0)
     margin: float = setting(angle, "margin m in **radians**", default=0.5)
@@ -78,28 +71,13 @@ class CurricularFace(_Adjusted, name="curricularface"):
         mean = (batch.own * batch.weights).sum() / batch.weights.sum()
         self.t.lerp_(torch.where(mean.isfinite(), mean, self.t), self.momentum)
 
-    def target(self, similarity: Tensor) -> Tensor:
-        """Return cos(θ + m)."""
-        return add_angle(similarity, self.margin)
-
     def positive_logit(self, similarity: Tensor, batch: Batch) -> Tensor:
         """Return λ cos(θ + m)."""
-        return super().positive_logit(similarity, batch)
+        return self.scale * add_angle(similarity, self.margin)
 
-    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:
-        """Return scale and offset of λS, hard ones λS(t + S)."""
-        return super().negative_logit(batch)
-
-    def adjust_negatives(self, batch: Batch) -> Adjustment:
-        """Return a function for S(t + S) of hard negatives, and its derivative."""
-        limit, t = self.limit(batch), self.t.clone()
-
-        def adjust(similarity: Tensor) -> tuple[Tensor, Tensor]:
-            hard = similarity > limit
-            phi = torch.where(hard, similarity * (t + similarity), similarity)
-            return phi, torch.where(hard, t + 2.0 * similarity, 1.0)
-
-        return adjust
+    def adjust_arguments(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return cos(θ + m) and t."""
+        return self.limit(batch), self.t.clone()
 
 
 class MVSoftmax(_Adjusted, name="mv_softmax"):
@@ -109,6 +87,7 @@ class MVSoftmax(_Adjusted, name="mv_softmax"):
     the margin is CosFace's or ArcFace's. t = 0 has no effect.
     """
 
+    form = LossForm("max", by="sample", join="softmax", adjust=misclassified)
     use = "Like CosFace or ArcFace, with more weight for hard negatives; for clean labels."
     scale: float = setting(positive, "scale λ", default=32.0)
     margin: float = setting(angle, "margin m, in cosine or in **radians**", default=0.35)
@@ -119,29 +98,15 @@ class MVSoftmax(_Adjusted, name="mv_softmax"):
         default="cosine",
     )
 
-    def target(self, similarity: Tensor) -> Tensor:
-        """Return S − m or cos(θ + m)."""
-        if self.kind == "cosine":
-            return similarity - self.margin
-        return add_angle(similarity, self.margin)
-
     def positive_logit(self, similarity: Tensor, batch: Batch) -> Tensor:
         """Return λ(S − m) or λ cos(θ + m)."""
-        return super().positive_logit(similarity, batch)
+        if self.kind == "cosine":
+            return self.scale * (similarity - self.margin)
+        return self.scale * add_angle(similarity, self.margin)
 
-    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:
-        """Return scale and offset of λS, hard ones λ((t + 1)S + t)."""
-        return super().negative_logit(batch)
-
-    def adjust_negatives(self, batch: Batch) -> Adjustment:
-        """Return a function for (t + 1)S + t of hard negatives, and its derivative."""
-        limit, t = self.limit(batch), self.t
-
-        def adjust(similarity: Tensor) -> tuple[Tensor, Tensor]:
-            extra = t * (similarity > limit).to(similarity)
-            return similarity + extra * (similarity + 1.0), extra + 1.0
-
-        return adjust
+    def adjust_arguments(self, batch: Batch) -> tuple[Tensor, float]:
+        """Return S − m or cos(θ + m) of the sample's class, and t."""
+        return self.limit(batch), self.t
 
 
 class ProxyCircle(_Adjusted, name="proxy_circle"):
@@ -151,6 +116,7 @@ class ProxyCircle(_Adjusted, name="proxy_circle"):
     α_y = [1 + m − S_iy]₊, which have no gradient.
     """
 
+    form = LossForm("max", by="sample", join="softmax", adjust=circle)
     use = "Similarities to the own class near 1 and to other classes near 0, with one margin."
     scale: float = setting(positive, "scale γ", default=256.0)
     margin: float = setting(cosine_margin, "margin m", default=0.25)
@@ -160,16 +126,6 @@ class ProxyCircle(_Adjusted, name="proxy_circle"):
         weight = (1.0 + self.margin - similarity.detach()).clamp(min=0.0)
         return self.scale * weight * (similarity - 1.0 + self.margin)
 
-    def negative_logit(self, batch: Batch) -> tuple[float | Tensor, float | Tensor]:
-        """Return scale and offset of γ[S + m]₊(S − m)."""
-        return super().negative_logit(batch)
-
-    def adjust_negatives(self, batch: Batch) -> Adjustment:
-        """Return a function for [S + m]₊(S − m), and the weight as its derivative."""
-        margin = self.margin
-
-        def adjust(similarity: Tensor) -> tuple[Tensor, Tensor]:
-            weight = (similarity.detach() + margin).clamp(min=0.0)
-            return weight * (similarity - margin), weight
-
-        return adjust
+    def adjust_arguments(self, batch: Batch) -> tuple[None, float]:
+        """Return m."""
+        return None, self.margin

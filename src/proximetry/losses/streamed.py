@@ -79,7 +79,8 @@ class _Tiled:
         self.is_by_entry = problem.form.by == "entry"
         bounds = (scale, problem.offset)
         bound = sum(torch.inf if isinstance(value, Tensor) else abs(value) for value in bounds)
-        self.is_bounded = bound < SAFE_EXPONENT and not self.is_by_entry and not problem.adjust
+        self.is_bounded = bound < SAFE_EXPONENT and not self.is_by_entry
+        self.is_bounded &= problem.form.adjust is None
         if problem.log_weights is not None:
             self.offset = problem.log_weights + self.offset
             self.is_bounded &= not problem.has_weights
@@ -91,11 +92,11 @@ class _Tiled:
         """Return the negative logits [B, T] of a tile, -inf where the class is the sample's.
 
         Also return the cosines [K, B, T], the similarities [B, T], the inverse lengths [T, K] of
-        the proxies, φ(S) and its derivative, which is None without `Problem.adjust`.
+        the proxies, φ(S) and its derivative, which is None without `LossForm.adjust`.
         """
         s, inverse = cosines(self.x, self.proxies[tile])
         S = reduce_proxies(s, *self.reduction)
-        phi, slope = (S, None) if self.problem.adjust is None else self.problem.adjust(S)
+        phi, slope = self.problem.adjust(S)
         if isinstance(self.scale, float):
             z = torch.add(self.offset, phi, alpha=self.scale)
         else:
