@@ -173,7 +173,7 @@ def test_extension_without_old_images_follows_the_old_embedder(home, tmp_path, m
 
     changes = {}
     for weight in (1e-6, 1e3):
-        monkeypatch.setattr(extension, "DISTILLATION_WEIGHT", weight)
+        monkeypatch.setattr(extension, "TEACHER_WEIGHT", weight)
         out = tmp_path / str(weight)
         start(home, home / "run", "eleven", out, replay=False, epochs=20)
         changes[weight] = (similarities(out) - similarities(home / "run")).abs().mean()

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 LR_SHARE = 0.25
 """Learning rate of the backbone in an extended run, as a fraction of that of the original run."""
 MIN_EPOCHS = 3
-DISTILLATION_WEIGHT = 10.0
+TEACHER_WEIGHT = 10.0
 """Weight of `loss.relational` in a run that is extended without the old images."""
 _SUFFIX = ", extended"
 
@@ -311,7 +311,7 @@ def extended_recipe(
         epochs, share = epochs or default, LR_SHARE
     schedule, teacher = recipe.schedule.name, {}
     if not (replay or keep_space):
-        teacher = {"teacher": str(start.absolute()), "relational": DISTILLATION_WEIGHT}
+        teacher = {"teacher": str(start.absolute()), "relational": TEACHER_WEIGHT}
     elif recipe.loss.teacher != EMA:  # that of the old run
         teacher = {"teacher": EMA, "relational": 0.0}
     dataset = "vectors" if file.name == VECTORS_FILE else "parquet"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -100,12 +101,8 @@ class SavedRun:
         Paths, runtime settings and the duration may differ.
         """
         changed = differences(self.recipe.computation_keys(), recipe.computation_keys())
-        before_and_after = (self.recipe, recipe)
-        for key, paths in (
-            ("model.weights", [Path(one.model.weights) for one in before_and_after]),
-            ("loss.teacher", [Path(one.loss.teacher) for one in before_and_after]),
-        ):
-            old, new = paths
+        for key in ("model.weights", "loss.teacher"):
+            old, new = (Path(attrgetter(key)(one)) for one in (self.recipe, recipe))
             if old.exists() and new.exists() and not old.samefile(new):  # else it may have moved
                 changed = changed or [f"{key} {old} → {new}"]
         before, now, problem = self.recipe.training, recipe.training, ""
