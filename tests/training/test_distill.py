@@ -119,7 +119,7 @@ def test_transformer_keys_of_the_teacher_are_reset(teacher, tmp_path):
     changes = {"model": {"weights": str(folder), "lora_rank": 8, "pooling": "cls-avg"}}
     changes["optimizer.layer_decay"] = 0.7
     Recipe.load(teacher / "recipe.yaml").override(changes).save(folder / "recipe.yaml")
-    recipe = plan_distillation(folder, tmp_path, {"model.backbone": "resnet18"}).recipe
+    recipe = plan_distillation(folder, tmp_path / "out", {"model.backbone": "resnet18"}).recipe
     assert (recipe.model.weights, recipe.model.pooling) == ("auto", "auto")
     assert (recipe.model.lora_rank, recipe.optimizer.layer_decay) == (None, 1.0)
 
@@ -136,6 +136,18 @@ def test_any_embedder_is_a_teacher_with_a_recipe(teacher, images, cache, tmp_pat
     recipe = str(tmp_path / "recipe.yaml")
     distill(teacher / "embedder", tmp_path / "out", {}, recipe=recipe, device="cpu")
     assert Recipe.load(tmp_path / "out" / "recipe.yaml").loss.teacher == str(teacher / "embedder")
+
+
+def test_folder_that_contains_the_teacher_is_rejected(teacher, tmp_path):
+    (tmp_path / "link").symlink_to(teacher)
+    for source, out in (
+        (teacher, tmp_path / "missing" / ".." / "link"),
+        (tmp_path / "link", teacher),
+        (teacher / "embedder", teacher),
+    ):
+        with pytest.raises(UsageError, match="is the folder of the teacher"):
+            plan_distillation(source, out, STUDENT, "default-cpu")
+    plan_distillation(teacher, teacher.with_name("teacher-2"), STUDENT)
 
 
 def test_unsuitable_teachers_raise(teacher, images, cache, tmp_path):

@@ -227,6 +227,7 @@ def test_extension_of_a_keep_space_run_trains(home, tmp_path):
         ({"epochs": 2, "keep_space": True}, "trains no epochs"),
         ({"epochs": 0}, "must be at least 1"),
         ({"out": "run"}, "is the folder of the old run"),
+        ({"out": "missing/../run"}, "is the folder of the old run"),
     ],
 )
 def test_unsuitable_runs_and_images_are_rejected(home, tmp_path, changes, message):

@@ -14,7 +14,7 @@ from proximetry.recipe.schema import AUTO, Recipe
 from proximetry.training.callbacks import Callback
 from proximetry.training.plan import Plan
 from proximetry.training.reporting import Display
-from proximetry.training.run_folder import RunFolder, final_stage
+from proximetry.training.run_folder import RunFolder, check_out, final_stage
 from proximetry.training.trainer import train
 
 DISTILLATION_WEIGHT = 100.0
@@ -61,9 +61,9 @@ def plan_distillation(
 ) -> Plan:
     """Return the recipe and the folder of a run that distills a teacher."""
     path = Path(teacher)
-    if path.absolute() == Path(out).absolute():
-        raise UsageError(f"{out} is the folder of the teacher. Choose another folder.")
-    trained = RunFolder(final_stage(path)).read_recipe()
+    folder = RunFolder(final_stage(path))
+    check_out(Path(out), folder.path, "teacher")
+    trained = folder.read_recipe()
     source = str(path.absolute()) if path.exists() else os.fspath(teacher)
     changes: dict[str, Any] = {"loss": {"teacher": source, "relational": DISTILLATION_WEIGHT}}
     if recipe_name is not None:

@@ -37,6 +37,7 @@ from proximetry.training.run_folder import (
     IMAGES_TABLE,
     VECTORS_FILE,
     RunFolder,
+    check_out,
     final_stage,
 )
 from proximetry.training.sources.training_data import derive_seed, open_catalog
@@ -171,8 +172,7 @@ def extend(
     display = display if display is not None and world.is_main else Display()
     old, path = RunFolder(final_stage(Path(run))), Path(default_out(run) if out is None else out)
     recipe, images_of = _check_run(old)
-    if path.absolute() == Path(run).absolute():
-        raise UsageError(f"{path} is the folder of the old run. Choose another folder.")
+    check_out(path, old.path, "old run")
     start = Start.read(old, recipe)
     catalogs = [_open_old(old, recipe, root)] if replay else []
     skip = recipe.data.bad_images == "skip"

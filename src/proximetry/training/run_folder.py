@@ -86,6 +86,12 @@ def final_stage(path: Path) -> Path:
     return path / SECOND_STAGE if (path / SECOND_STAGE).is_dir() else path
 
 
+def check_out(out: Path, source: Path, name: str) -> None:
+    """Reject the folder of a new run if it contains another run, which --fresh would remove."""
+    if source.exists() and source.resolve().is_relative_to(out.resolve()):
+        raise UsageError(f"{out} is the folder of the {name}. Choose another folder.")
+
+
 @dataclass(frozen=True)
 class SavedRun:
     """A run in a folder: the plain values of its last checkpoint, and the results if complete."""
