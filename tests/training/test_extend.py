@@ -251,6 +251,14 @@ def test_missing_unfinished_and_custom_runs_are_rejected(home, tmp_path):
         start(home, tmp_path / "custom", "new", tmp_path / "out")
 
 
+def test_extended_runs_have_all_images_and_no_label_noise(home, tmp_path):
+    changes = {"data.label_noise": 0.2, "data.max_images_per_class": 4, "training.epochs": 1}
+    train(recipe_of(home, **changes), tmp_path / "run", device="cpu")
+    start(home, tmp_path / "run", "new", tmp_path / "out", epochs=1)
+    data = Recipe.load(tmp_path / "out" / "recipe.yaml").data
+    assert (data.label_noise, data.max_images_per_class) == (0.0, None)
+
+
 def test_other_new_images_need_another_folder(home, tmp_path):
     start(home, home / "run", "ten", tmp_path / "out", epochs=1)
     with pytest.raises(RunError, match="started with different images"):

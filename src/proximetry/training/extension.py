@@ -321,6 +321,8 @@ def extended_recipe(
             "data": {"dataset": dataset, "root": str(file), "columns": {}},
             "data.cache": "none" if keep_space else AUTO,
             "data.labels_from_name": None,
+            "data.max_images_per_class": None,
+            "data.label_noise": 0.0,
             "model.weights": str(start.absolute()),
             "loss": teacher,
             "optimizer": {
