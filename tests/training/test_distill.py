@@ -114,6 +114,15 @@ def test_recipe_is_that_of_the_teacher_or_a_named_one(teacher, images, tmp_path)
     assert (named.data.root, named.data.batch_size) == (str(images), 64)
 
 
+def test_named_recipe_has_the_images_and_held_out_classes_of_the_teacher(teacher, tmp_path):
+    folder = shutil.copytree(teacher, tmp_path / "noisy")
+    changes = {"data.max_images_per_class": 3, "data.label_noise": 0.1, "evaluation.held_out": 0.3}
+    Recipe.load(teacher / "recipe.yaml").override(changes).save(folder / "recipe.yaml")
+    recipe = plan_distillation(folder, tmp_path / "out", {}, "default-cpu").recipe
+    assert (recipe.data.max_images_per_class, recipe.data.label_noise) == (3, 0.1)
+    assert recipe.evaluation.held_out == 0.3
+
+
 def test_transformer_keys_of_the_teacher_are_reset(teacher, tmp_path):
     folder = shutil.copytree(teacher, tmp_path / "vit")
     changes = {"model": {"weights": str(folder), "lora_rank": 8, "pooling": "cls-avg"}}

@@ -20,7 +20,16 @@ from proximetry.training.trainer import train
 DISTILLATION_WEIGHT = 100.0
 """Weight of `loss.relational`."""
 _SUFFIX = ", distilled"
-_DATA_KEYS = ("dataset", "root", "columns", "labels_from_name", "suggestions", "bad_images")
+_DATA_KEYS = (
+    "dataset",
+    "root",
+    "columns",
+    "labels_from_name",
+    "suggestions",
+    "bad_images",
+    "max_images_per_class",
+    "label_noise",
+)
 
 
 def distill(
@@ -43,8 +52,8 @@ def distill(
         teacher: folder of a run, or with a ``recipe`` any embedder, as for `Embedder.load`.
         out: folder of the new run.
         settings: recipe keys to override, such as ``{"model.backbone": "tf_efficientnet_lite0"}``.
-        recipe: name or YAML file of a recipe; by default that of the teacher. The images are those
-            of the teacher's run.
+        recipe: name or YAML file of a recipe; by default that of the teacher. Images always come
+            from the teacher's run, if it is one.
         device: as for `train`, like the other arguments.
     """
     plan = plan_distillation(teacher, out, settings, recipe)
@@ -70,6 +79,7 @@ def plan_distillation(
         recipe = Recipe.load(recipe_name)
         if trained is not None:
             changes["data"] = {key: getattr(trained.data, key) for key in _DATA_KEYS}
+            changes["evaluation.held_out"] = trained.evaluation.held_out
     elif trained is None:
         raise UsageError(
             f"no run in {path}. Pass the folder of a run, or for another embedder --recipe and "
