@@ -159,6 +159,14 @@ def test_folder_that_contains_the_teacher_is_rejected(teacher, tmp_path):
     plan_distillation(teacher, teacher.with_name("teacher-2"), STUDENT)
 
 
+@pytest.mark.parametrize("key", ["data.dataset", "model.backbone", "loss.name"])
+def test_custom_components_of_the_teacher_are_rejected(teacher, tmp_path, key):
+    folder, changes = shutil.copytree(teacher, tmp_path / "custom"), {key: "custom:Mine"}
+    Recipe.load(teacher / "recipe.yaml").override(changes).save(folder / "recipe.yaml")
+    with pytest.raises(UsageError, match=f"custom component, {key} 'custom:Mine'"):
+        plan_distillation(folder, tmp_path / "out", {"model.dim": 5})
+
+
 def test_unsuitable_teachers_raise(teacher, images, cache, tmp_path):
     for source, out, settings, message in (
         (teacher, teacher, STUDENT, "folder of the teacher"),

@@ -12,6 +12,7 @@ from proximetry.models.constants import WEIGHTS_SOURCES
 from proximetry.recipe.loading import describe_resets, flatten
 from proximetry.recipe.schema import AUTO, Recipe
 from proximetry.training.callbacks import Callback
+from proximetry.training.custom_components import find_custom
 from proximetry.training.plan import Plan
 from proximetry.training.reporting import Display
 from proximetry.training.run_folder import RunFolder, check_out, final_stage
@@ -92,7 +93,13 @@ def plan_distillation(
         changes |= _keys_of_another_network(trained)
     recipe = recipe.override(changes | {"name": recipe.name.removesuffix(_SUFFIX) + _SUFFIX})
     lines = describe_resets(recipe.to_dict(), settings)
-    return Plan(recipe.override(settings), Path(out), (f"teacher {teacher}", *lines))
+    recipe = recipe.override(settings)
+    if custom := find_custom(recipe):
+        raise UsageError(
+            f"the student's recipe has a custom component, {custom}. Override it, or call `train` "
+            "in Python with loss.teacher and loss.relational."
+        )
+    return Plan(recipe, Path(out), (f"teacher {teacher}", *lines))
 
 
 def _keys_of_another_network(recipe: Recipe) -> dict[str, Any]:

@@ -21,13 +21,12 @@ from proximetry.data import Catalog, VectorCatalog, open_dataset
 from proximetry.data.datasets import resolve_source
 from proximetry.losses import Proxies
 from proximetry.models import Embedder
-from proximetry.models.constants import CUSTOM
 from proximetry.recipe.auto import MIN_STEPS
 from proximetry.recipe.schema import AUTO, EMA, Recipe
 from proximetry.training.build import RunContext
 from proximetry.training.callbacks import Callback, check_callbacks
 from proximetry.training.checkpoint import read_part, restore_state, save_state
-from proximetry.training.custom_components import Components
+from proximetry.training.custom_components import Components, find_custom
 from proximetry.training.distributed import join_processes, preserve_torch_state
 from proximetry.training.evaluation_inputs import drop_unused_roles, explain_missing_positives
 from proximetry.training.evaluator import encode_catalog, score_queries
@@ -247,16 +246,11 @@ def _check_run(folder: RunFolder) -> tuple[Recipe, dict[str, int]]:
     if saved.checkpoint is None:
         raise UsageError(f"the run in {folder.path} has no checkpoint: {folder.last} is missing")
     recipe = saved.recipe
-    for key, name in (
-        ("data.dataset", recipe.data.dataset),
-        ("model.backbone", recipe.model.backbone),
-        ("loss.name", recipe.loss.name),
-    ):
-        if name.startswith(CUSTOM):
-            raise UsageError(
-                f"the run in {folder.path} has a custom component, {key} {name!r}, and cannot be "
-                "extended. Train a new run on all images."
-            )
+    if custom := find_custom(recipe):
+        raise UsageError(
+            f"the run in {folder.path} has a custom component, {custom}, and cannot be extended. "
+            "Train a new run on all images."
+        )
     if recipe.loss.sharded:
         raise UsageError(f"the run in {folder.path} has loss.sharded and cannot be extended")
     return recipe, saved.checkpoint["images"]["classes"]
