@@ -159,6 +159,20 @@ def test_folder_that_contains_the_teacher_is_rejected(teacher, tmp_path):
     plan_distillation(teacher, teacher.with_name("teacher-2"), STUDENT)
 
 
+@pytest.mark.parametrize(
+    ("path", "name"), [("run", "tiny, extended"), ("run/second-stage", "tiny, second stage")]
+)
+def test_runs_with_the_schedule_of_an_extension_or_a_second_stage_need_a_recipe(
+    teacher, tmp_path, path, name
+):
+    folder = shutil.copytree(teacher, tmp_path / path)
+    Recipe.load(teacher / "recipe.yaml").override({"name": name}).save(folder / "recipe.yaml")
+    with pytest.raises(UsageError, match=r"does not suit a new network.*--recipe"):
+        plan_distillation(tmp_path / "run", tmp_path / "out", STUDENT)
+    plan = plan_distillation(tmp_path / "run", tmp_path / "out", {}, "default-cpu")
+    assert plan.recipe.schedule == Recipe.load("default-cpu").schedule
+
+
 @pytest.mark.parametrize("key", ["data.dataset", "model.backbone", "loss.name"])
 def test_custom_components_of_the_teacher_are_rejected(teacher, tmp_path, key):
     folder, changes = shutil.copytree(teacher, tmp_path / "custom"), {key: "custom:Mine"}

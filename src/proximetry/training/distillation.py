@@ -9,10 +9,12 @@ from typing import Any
 
 from proximetry._util.errors import UsageError
 from proximetry.models.constants import WEIGHTS_SOURCES
+from proximetry.models.storage import SECOND_STAGE
 from proximetry.recipe.loading import describe_resets, flatten
 from proximetry.recipe.schema import AUTO, Recipe
 from proximetry.training.callbacks import Callback
 from proximetry.training.custom_components import find_custom
+from proximetry.training.extension import EXTENDED
 from proximetry.training.plan import Plan
 from proximetry.training.reporting import Display
 from proximetry.training.run_folder import RunFolder, check_out, final_stage
@@ -85,6 +87,11 @@ def plan_distillation(
         raise UsageError(
             f"no run in {path}. Pass the folder of a run, or for another embedder --recipe and "
             "--data.root too."
+        )
+    elif trained.name.endswith(EXTENDED) or folder.path.name == SECOND_STAGE:
+        raise UsageError(
+            f"the run in {folder.path} is an extension or a second stage, whose schedule does not "
+            "suit a new network. Pass --recipe: a shipped recipe, such as default, or a YAML file."
         )
     elif not any(key.startswith("model.") for key in flatten(dict(settings))):
         raise UsageError("the student has no network. Pass --backbone, or another key of model.")

@@ -50,7 +50,8 @@ LR_SHARE = 0.25
 MIN_EPOCHS = 3
 TEACHER_WEIGHT = 10.0
 """Weight of `loss.relational` in a run that is extended without the old images."""
-_SUFFIX = ", extended"
+EXTENDED = ", extended"
+"""Suffix of the name of an extended run."""
 
 
 @dataclass(frozen=True)
@@ -297,7 +298,7 @@ def extended_recipe(
     optimizer, before = recipe.optimizer, recipe.training.epochs
     if keep_space:
         epochs, share = 0, 1.0
-    elif recipe.name.endswith(_SUFFIX) and before > 0:
+    elif recipe.name.endswith(EXTENDED) and before > 0:
         epochs, share = epochs or before, 1.0
     else:  # head and proxies keep their rates
         enough = math.ceil(MIN_STEPS * recipe.data.batch_size / images)
@@ -311,7 +312,7 @@ def extended_recipe(
     dataset = "vectors" if file.name == VECTORS_FILE else "parquet"
     return recipe.override(
         {
-            "name": recipe.name.removesuffix(_SUFFIX) + _SUFFIX,
+            "name": recipe.name.removesuffix(EXTENDED) + EXTENDED,
             "data": {"dataset": dataset, "root": str(file), "columns": {}},
             "data.cache": "none" if keep_space else AUTO,
             "data.labels_from_name": None,
