@@ -114,12 +114,21 @@ def test_recipe_is_that_of_the_teacher_or_a_named_one(teacher, images, tmp_path)
     assert (named.data.root, named.data.batch_size) == (str(images), 64)
 
 
+def test_named_recipe_has_the_images_and_held_out_classes_of_the_teacher(teacher, tmp_path):
+    folder = shutil.copytree(teacher, tmp_path / "noisy")
+    changes = {"data.max_images_per_class": 3, "data.label_noise": 0.1, "evaluation.held_out": 0.3}
+    Recipe.load(teacher / "recipe.yaml").override(changes).save(folder / "recipe.yaml")
+    recipe = plan_distillation(folder, tmp_path / "out", {}, "default-cpu").recipe
+    assert (recipe.data.max_images_per_class, recipe.data.label_noise) == (3, 0.1)
+    assert recipe.evaluation.held_out == 0.3
+
+
 def test_transformer_keys_of_the_teacher_are_reset(teacher, tmp_path):
     folder = shutil.copytree(teacher, tmp_path / "vit")
     changes = {"model": {"weights": str(folder), "lora_rank": 8, "pooling": "cls-avg"}}
     changes["optimizer.layer_decay"] = 0.7
     Recipe.load(teacher / "recipe.yaml").override(changes).save(folder / "recipe.yaml")
-    recipe = plan_distillation(folder, tmp_path, {"model.backbone": "resnet18"}).recipe
+    recipe = plan_distillation(folder, tmp_path / "out", {"model.backbone": "resnet18"}).recipe
     assert (recipe.model.weights, recipe.model.pooling) == ("auto", "auto")
     assert (recipe.model.lora_rank, recipe.optimizer.layer_decay) == (None, 1.0)
 
@@ -136,6 +145,40 @@ def test_any_embedder_is_a_teacher_with_a_recipe(teacher, images, cache, tmp_pat
     recipe = str(tmp_path / "recipe.yaml")
     distill(teacher / "embedder", tmp_path / "out", {}, recipe=recipe, device="cpu")
     assert Recipe.load(tmp_path / "out" / "recipe.yaml").loss.teacher == str(teacher / "embedder")
+
+
+def test_folder_that_contains_the_teacher_is_rejected(teacher, tmp_path):
+    (tmp_path / "link").symlink_to(teacher)
+    for source, out in (
+        (teacher, tmp_path / "missing" / ".." / "link"),
+        (tmp_path / "link", teacher),
+        (teacher / "embedder", teacher),
+    ):
+        with pytest.raises(UsageError, match="is the folder of the teacher"):
+            plan_distillation(source, out, STUDENT, "default-cpu")
+    plan_distillation(teacher, teacher.with_name("teacher-2"), STUDENT)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("run", "tiny, extended"), ("run/second-stage", "tiny, second stage")]
+)
+def test_runs_with_the_schedule_of_an_extension_or_a_second_stage_need_a_recipe(
+    teacher, tmp_path, path, name
+):
+    folder = shutil.copytree(teacher, tmp_path / path)
+    Recipe.load(teacher / "recipe.yaml").override({"name": name}).save(folder / "recipe.yaml")
+    with pytest.raises(UsageError, match=r"does not suit a new network.*--recipe"):
+        plan_distillation(tmp_path / "run", tmp_path / "out", STUDENT)
+    plan = plan_distillation(tmp_path / "run", tmp_path / "out", {}, "default-cpu")
+    assert plan.recipe.schedule == Recipe.load("default-cpu").schedule
+
+
+@pytest.mark.parametrize("key", ["data.dataset", "model.backbone", "loss.name"])
+def test_custom_components_of_the_teacher_are_rejected(teacher, tmp_path, key):
+    folder, changes = shutil.copytree(teacher, tmp_path / "custom"), {key: "custom:Mine"}
+    Recipe.load(teacher / "recipe.yaml").override(changes).save(folder / "recipe.yaml")
+    with pytest.raises(UsageError, match=f"custom component, {key} 'custom:Mine'"):
+        plan_distillation(folder, tmp_path / "out", {"model.dim": 5})
 
 
 def test_unsuitable_teachers_raise(teacher, images, cache, tmp_path):

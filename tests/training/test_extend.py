@@ -173,7 +173,7 @@ def test_extension_without_old_images_follows_the_old_embedder(home, tmp_path, m
 
     changes = {}
     for weight in (1e-6, 1e3):
-        monkeypatch.setattr(extension, "DISTILLATION_WEIGHT", weight)
+        monkeypatch.setattr(extension, "TEACHER_WEIGHT", weight)
         out = tmp_path / str(weight)
         start(home, home / "run", "eleven", out, replay=False, epochs=20)
         changes[weight] = (similarities(out) - similarities(home / "run")).abs().mean()
@@ -227,6 +227,7 @@ def test_extension_of_a_keep_space_run_trains(home, tmp_path):
         ({"epochs": 2, "keep_space": True}, "trains no epochs"),
         ({"epochs": 0}, "must be at least 1"),
         ({"out": "run"}, "is the folder of the old run"),
+        ({"out": "missing/../run"}, "is the folder of the old run"),
     ],
 )
 def test_unsuitable_runs_and_images_are_rejected(home, tmp_path, changes, message):
@@ -248,6 +249,14 @@ def test_missing_unfinished_and_custom_runs_are_rejected(home, tmp_path):
     train(recipe_of(home), tmp_path / "custom", data=data, device="cpu")
     with pytest.raises(UsageError, match=r"custom component, data\.dataset"):
         start(home, tmp_path / "custom", "new", tmp_path / "out")
+
+
+def test_extended_runs_have_all_images_and_no_label_noise(home, tmp_path):
+    changes = {"data.label_noise": 0.2, "data.max_images_per_class": 4, "training.epochs": 1}
+    train(recipe_of(home, **changes), tmp_path / "run", device="cpu")
+    start(home, tmp_path / "run", "new", tmp_path / "out", epochs=1)
+    data = Recipe.load(tmp_path / "out" / "recipe.yaml").data
+    assert (data.label_noise, data.max_images_per_class) == (0.0, None)
 
 
 def test_other_new_images_need_another_folder(home, tmp_path):

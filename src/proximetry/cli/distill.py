@@ -35,8 +35,8 @@ def distill(
     Args:
         teacher: folder of a run; or any embedder, with --recipe and --data.root.
         out: folder of the new run.
-        recipe: a shipped recipe's name or a YAML file; default: the recipe of the teacher. The
-            images are those of the teacher's run.
+        recipe: a shipped recipe's name or a YAML file; default: the recipe of the teacher.
+            Images always come from the teacher's run, if it is one.
         fresh: remove the run in the folder, even if it is complete, and start over.
         dry_run: validate everything, estimate time, disk and memory; write nothing.
         print_config: print the recipe with all overrides, and exit.

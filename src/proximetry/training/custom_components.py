@@ -83,6 +83,17 @@ def _describe_embedder(recipe: Recipe, embedder: Any) -> dict[str, Any]:
     return keys
 
 
+def find_custom(recipe: Recipe) -> str:
+    """Return the first key of a recipe with a custom component and its value; "" without one."""
+    keys = {
+        "data.dataset": recipe.data.dataset,
+        "model.backbone": recipe.model.backbone,
+        "loss.name": recipe.loss.name,
+    }
+    custom = (f"{key} {name!r}" for key, name in keys.items() if name.startswith(CUSTOM))
+    return next(custom, "")
+
+
 def load_loss(config: LossConfig, num_classes: int, dim: int) -> nn.Module | None:
     """Return the loss ``module:Class`` of a recipe; None for a built-in loss.
 

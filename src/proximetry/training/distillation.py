@@ -9,18 +9,30 @@ from typing import Any
 
 from proximetry._util.errors import UsageError
 from proximetry.models.constants import WEIGHTS_SOURCES
+from proximetry.models.storage import SECOND_STAGE
 from proximetry.recipe.loading import describe_resets, flatten
 from proximetry.recipe.schema import AUTO, Recipe
 from proximetry.training.callbacks import Callback
+from proximetry.training.custom_components import find_custom
+from proximetry.training.extension import EXTENDED
 from proximetry.training.plan import Plan
 from proximetry.training.reporting import Display
-from proximetry.training.run_folder import RunFolder, final_stage
+from proximetry.training.run_folder import RunFolder, check_out, final_stage
 from proximetry.training.trainer import train
 
 DISTILLATION_WEIGHT = 100.0
 """Weight of `loss.relational`."""
 _SUFFIX = ", distilled"
-_DATA_KEYS = ("dataset", "root", "columns", "labels_from_name", "suggestions", "bad_images")
+_DATA_KEYS = (
+    "dataset",
+    "root",
+    "columns",
+    "labels_from_name",
+    "suggestions",
+    "bad_images",
+    "max_images_per_class",
+    "label_noise",
+)
 
 
 def distill(
@@ -43,8 +55,8 @@ def distill(
         teacher: folder of a run, or with a ``recipe`` any embedder, as for `Embedder.load`.
         out: folder of the new run.
         settings: recipe keys to override, such as ``{"model.backbone": "tf_efficientnet_lite0"}``.
-        recipe: name or YAML file of a recipe; by default that of the teacher. The images are those
-            of the teacher's run.
+        recipe: name or YAML file of a recipe; by default that of the teacher. Images always come
+            from the teacher's run, if it is one.
         device: as for `train`, like the other arguments.
     """
     plan = plan_distillation(teacher, out, settings, recipe)
@@ -61,19 +73,25 @@ def plan_distillation(
 ) -> Plan:
     """Return the recipe and the folder of a run that distills a teacher."""
     path = Path(teacher)
-    if path.absolute() == Path(out).absolute():
-        raise UsageError(f"{out} is the folder of the teacher. Choose another folder.")
-    trained = RunFolder(final_stage(path)).read_recipe()
+    folder = RunFolder(final_stage(path))
+    check_out(Path(out), folder.path, "teacher")
+    trained = folder.read_recipe()
     source = str(path.absolute()) if path.exists() else os.fspath(teacher)
     changes: dict[str, Any] = {"loss": {"teacher": source, "relational": DISTILLATION_WEIGHT}}
     if recipe_name is not None:
         recipe = Recipe.load(recipe_name)
         if trained is not None:
             changes["data"] = {key: getattr(trained.data, key) for key in _DATA_KEYS}
+            changes["evaluation.held_out"] = trained.evaluation.held_out
     elif trained is None:
         raise UsageError(
             f"no run in {path}. Pass the folder of a run, or for another embedder --recipe and "
             "--data.root too."
+        )
+    elif trained.name.endswith(EXTENDED) or folder.path.name == SECOND_STAGE:
+        raise UsageError(
+            f"the run in {folder.path} is an extension or a second stage, whose schedule does not "
+            "suit a new network. Pass --recipe: a shipped recipe, such as default, or a YAML file."
         )
     elif not any(key.startswith("model.") for key in flatten(dict(settings))):
         raise UsageError("the student has no network. Pass --backbone, or another key of model.")
@@ -82,7 +100,13 @@ def plan_distillation(
         changes |= _keys_of_another_network(trained)
     recipe = recipe.override(changes | {"name": recipe.name.removesuffix(_SUFFIX) + _SUFFIX})
     lines = describe_resets(recipe.to_dict(), settings)
-    return Plan(recipe.override(settings), Path(out), (f"teacher {teacher}", *lines))
+    recipe = recipe.override(settings)
+    if custom := find_custom(recipe):
+        raise UsageError(
+            f"the student's recipe has a custom component, {custom}. Override it, or call `train` "
+            "in Python with loss.teacher and loss.relational."
+        )
+    return Plan(recipe, Path(out), (f"teacher {teacher}", *lines))
 
 
 def _keys_of_another_network(recipe: Recipe) -> dict[str, Any]:

@@ -21,13 +21,12 @@ from proximetry.data import Catalog, VectorCatalog, open_dataset
 from proximetry.data.datasets import resolve_source
 from proximetry.losses import Proxies
 from proximetry.models import Embedder
-from proximetry.models.constants import CUSTOM
 from proximetry.recipe.auto import MIN_STEPS
 from proximetry.recipe.schema import AUTO, EMA, Recipe
 from proximetry.training.build import RunContext
 from proximetry.training.callbacks import Callback, check_callbacks
 from proximetry.training.checkpoint import read_part, restore_state, save_state
-from proximetry.training.custom_components import Components
+from proximetry.training.custom_components import Components, find_custom
 from proximetry.training.distributed import join_processes, preserve_torch_state
 from proximetry.training.evaluation_inputs import drop_unused_roles, explain_missing_positives
 from proximetry.training.evaluator import encode_catalog, score_queries
@@ -37,6 +36,7 @@ from proximetry.training.run_folder import (
     IMAGES_TABLE,
     VECTORS_FILE,
     RunFolder,
+    check_out,
     final_stage,
 )
 from proximetry.training.sources.training_data import derive_seed, open_catalog
@@ -48,9 +48,10 @@ if TYPE_CHECKING:
 LR_SHARE = 0.25
 """Learning rate of the backbone in an extended run, as a fraction of that of the original run."""
 MIN_EPOCHS = 3
-DISTILLATION_WEIGHT = 10.0
+TEACHER_WEIGHT = 10.0
 """Weight of `loss.relational` in a run that is extended without the old images."""
-_SUFFIX = ", extended"
+EXTENDED = ", extended"
+"""Suffix of the name of an extended run."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,7 @@ def extend(
     display = display if display is not None and world.is_main else Display()
     old, path = RunFolder(final_stage(Path(run))), Path(default_out(run) if out is None else out)
     recipe, images_of = _check_run(old)
-    if path.absolute() == Path(run).absolute():
-        raise UsageError(f"{path} is the folder of the old run. Choose another folder.")
+    check_out(path, old.path, "old run")
     start = Start.read(old, recipe)
     catalogs = [_open_old(old, recipe, root)] if replay else []
     skip = recipe.data.bad_images == "skip"
@@ -247,16 +247,11 @@ def _check_run(folder: RunFolder) -> tuple[Recipe, dict[str, int]]:
     if saved.checkpoint is None:
         raise UsageError(f"the run in {folder.path} has no checkpoint: {folder.last} is missing")
     recipe = saved.recipe
-    for key, name in (
-        ("data.dataset", recipe.data.dataset),
-        ("model.backbone", recipe.model.backbone),
-        ("loss.name", recipe.loss.name),
-    ):
-        if name.startswith(CUSTOM):
-            raise UsageError(
-                f"the run in {folder.path} has a custom component, {key} {name!r}, and cannot be "
-                "extended. Train a new run on all images."
-            )
+    if custom := find_custom(recipe):
+        raise UsageError(
+            f"the run in {folder.path} has a custom component, {custom}, and cannot be extended. "
+            "Train a new run on all images."
+        )
     if recipe.loss.sharded:
         raise UsageError(f"the run in {folder.path} has loss.sharded and cannot be extended")
     return recipe, saved.checkpoint["images"]["classes"]
@@ -303,7 +298,7 @@ def extended_recipe(
     optimizer, before = recipe.optimizer, recipe.training.epochs
     if keep_space:
         epochs, share = 0, 1.0
-    elif recipe.name.endswith(_SUFFIX) and before > 0:
+    elif recipe.name.endswith(EXTENDED) and before > 0:
         epochs, share = epochs or before, 1.0
     else:  # head and proxies keep their rates
         enough = math.ceil(MIN_STEPS * recipe.data.batch_size / images)
@@ -311,16 +306,18 @@ def extended_recipe(
         epochs, share = epochs or default, LR_SHARE
     schedule, teacher = recipe.schedule.name, {}
     if not (replay or keep_space):
-        teacher = {"teacher": str(start.absolute()), "relational": DISTILLATION_WEIGHT}
+        teacher = {"teacher": str(start.absolute()), "relational": TEACHER_WEIGHT}
     elif recipe.loss.teacher != EMA:  # that of the old run
         teacher = {"teacher": EMA, "relational": 0.0}
     dataset = "vectors" if file.name == VECTORS_FILE else "parquet"
     return recipe.override(
         {
-            "name": recipe.name.removesuffix(_SUFFIX) + _SUFFIX,
+            "name": recipe.name.removesuffix(EXTENDED) + EXTENDED,
             "data": {"dataset": dataset, "root": str(file), "columns": {}},
             "data.cache": "none" if keep_space else AUTO,
             "data.labels_from_name": None,
+            "data.max_images_per_class": None,
+            "data.label_noise": 0.0,
             "model.weights": str(start.absolute()),
             "loss": teacher,
             "optimizer": {

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -85,6 +86,12 @@ def final_stage(path: Path) -> Path:
     return path / SECOND_STAGE if (path / SECOND_STAGE).is_dir() else path
 
 
+def check_out(out: Path, source: Path, name: str) -> None:
+    """Reject the folder of a new run if it contains another run, which --fresh would remove."""
+    if source.exists() and source.resolve().is_relative_to(out.resolve()):
+        raise UsageError(f"{out} is the folder of the {name}. Choose another folder.")
+
+
 @dataclass(frozen=True)
 class SavedRun:
     """A run in a folder: the plain values of its last checkpoint, and the results if complete."""
@@ -100,12 +107,8 @@ class SavedRun:
         Paths, runtime settings and the duration may differ.
         """
         changed = differences(self.recipe.computation_keys(), recipe.computation_keys())
-        before_and_after = (self.recipe, recipe)
-        for key, paths in (
-            ("model.weights", [Path(one.model.weights) for one in before_and_after]),
-            ("loss.teacher", [Path(one.loss.teacher) for one in before_and_after]),
-        ):
-            old, new = paths
+        for key in ("model.weights", "loss.teacher"):
+            old, new = (Path(attrgetter(key)(one)) for one in (self.recipe, recipe))
             if old.exists() and new.exists() and not old.samefile(new):  # else it may have moved
                 changed = changed or [f"{key} {old} → {new}"]
         before, now, problem = self.recipe.training, recipe.training, ""
