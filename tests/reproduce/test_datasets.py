@@ -79,6 +79,13 @@ def test_rows_may_name_folders_below_the_data(data, tmp_path):
         run_table(table, data, tmp_path / "out")
 
 
+def test_row_with_root_uses_the_folder_of_its_dataset(data, tmp_path):
+    rows = [{"name": "all", "changes": {"data.root": "elsewhere"}}]
+    table = make_table(tmp_path / "cache", **PLAIN | {"rows": rows})
+    (record,) = read_records(run_table(table, data, tmp_path / "out")).values()
+    assert record.images["train"] == 60
+
+
 def test_epochs_that_replace_auto_are_in_the_command(data, tmp_path):
     values = table_values(tmp_path / "cache", **PLAIN | {"rows": ROWS[:1]})
     table = Table.load(with_base(values, "training", epochs="auto"))

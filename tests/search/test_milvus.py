@@ -212,6 +212,52 @@ NUMERIC_WHERES = [
 ]
 
 
+def test_new_columns_are_known_to_the_writer(embedder, address):
+    with Gallery.build(embedder, ["a.png"], address, vectors=make_vectors(1)) as gallery:
+        table = metadata.from_columns({"path": names(0, 2), "year": [2001, 2002]})
+        ids = gallery.add(table, vectors=make_vectors(2, seed=1))
+        assert gallery.columns == ["path", "label", "year"]
+        assert gallery.ids({"year": 2002}).tolist() == [ids[1]]
+        gallery.close()  # again at the end of `with`
+
+
+def test_label_errors_while_others_write(embedder, address, call, monkeypatch):
+    draw = np.random.default_rng(0)
+    classes = np.arange(60) % 2
+    vectors = np.eye(2, 8)[classes] + 0.1 * draw.standard_normal((60, 8))
+    labels = [f"class{number}" for number in classes]
+    labels[7], labels[20] = "class0", None
+    table = make_table(0, 60)
+    table = metadata.from_columns({"path": table["path"].to_pylist(), "label": labels})
+    gallery = Gallery.build(embedder, table, address, vectors=vectors)
+    ((found,), take) = gallery.label_errors(), milvus.Collection.take
+    assert (found.id, found.label) == (by_path(gallery, names(7, 1))[0], "class0")
+    assert "class0 → class1?" in call("outliers", address)
+
+    def write_after_take(collection, *arguments):
+        monkeypatch.undo()
+        columns = take(collection, *arguments)
+        gallery.add(make_table(60, 9), vectors=make_vectors(9))
+        return columns
+
+    monkeypatch.setattr(milvus.Collection, "take", write_after_take)
+    assert [one.id for one in gallery.label_errors()] == [found.id]
+
+
+def test_served_gallery_limits_its_own_calls_only(embedder, address):
+    pytest.importorskip("fastapi")
+    from proximetry.web.live_gallery import LiveGallery
+
+    gallery = Gallery.build(embedder, ["a.png"], address, vectors=make_vectors(1))
+    served = LiveGallery(gallery).current()
+    assert len(served) == 1
+    limits = [
+        (one._snapshot.client.call_seconds, one._snapshot.client.retry_seconds)
+        for one in (served, gallery)
+    ]
+    assert limits == [(10, 0), (milvus_client.CALL_SECONDS, milvus_client.RETRY_SECONDS)]
+
+
 def test_numeric_columns_and_missing_values(embedder, address):
     table = metadata.from_columns({"path": names(0, 5), **NUMBERS})
     gallery = Gallery.build(embedder, table.slice(0, 3), address, vectors=make_vectors(3))

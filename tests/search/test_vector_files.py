@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +13,7 @@ from proximetry import index
 from proximetry._util.errors import UsageError
 from proximetry.models import Embedder
 from proximetry.search import Gallery, contact_sheet
+from proximetry.search.vector_files import read_queries
 from tests.search.conftest import make_embedder, make_vectors
 
 COUNT, DIM = 40, 8
@@ -107,6 +109,34 @@ def test_embedded_images_are_not_embedded_again(home, call, images, suffix, monk
     assert gallery.search(files[7], 1).paths.tolist() == [[files[7]]]
     assert len(gallery.count_labels()) == 12
     Gallery.open("h").search(0, 1).show()
+
+
+@pytest.mark.parametrize("suffix", ["npz", "npy", "parquet"])
+def test_embed_writes_absolute_paths(home, call, images, suffix):
+    (home / "photos").symlink_to(images)
+    (home / "sub").mkdir()
+    make_embedder().save("model")
+    call("embed", "model", "photos/class00", "--out", f"sub/e.{suffix}")
+    call("index", f"sub/e.{suffix}", "--model", "model")
+    assert "gallery: 4 images, 0 new" in call("index", "photos/class00")
+
+
+@pytest.mark.parametrize("suffix", ["npy", "parquet"])
+def test_rows_without_path_are_named_by_number(home, suffix):
+    def write(paths):
+        np.save("v.npy", make_vectors(3))
+        (home / "v.npy.json").write_text(json.dumps({"paths": paths}))
+        table = pa.table({"vector": [*make_vectors(3)], "path": paths})
+        parquet.write_table(table, "v.parquet")
+
+    write(["a.png", None, ""])
+    gallery = index(f"v.{suffix}", "g", report=lambda line: None)
+    names = [f"{home}/v.{suffix}#{row}" for row in (1, 2)]
+    assert gallery.rows(gallery.ids())["path"] == [f"{home}/a.png", *names]
+    assert read_queries(gallery, Path(f"v.{suffix}"))[1][:2] == ["a.png", f"v.{suffix}#1"]
+    write([1, 2, 3])
+    with pytest.raises(UsageError, match="path of row 1 must be text, got 1"):
+        index(f"v.{suffix}", "h", report=lambda line: None)
 
 
 def test_embedders_of_vectors_embed_files_and_queries(home, call):

@@ -165,13 +165,14 @@ def _embed_files(
 
 
 def _write(out: Path, images: "Sequence[ImageFile]", vectors: "npt.NDArray[np.float32]") -> None:
-    """Write vectors with the paths and labels of their images; the suffix sets the format."""
+    """Write vectors with the absolute paths and labels of images; the suffix sets the format."""
     import numpy as np
 
     from proximetry.data.tables import text_array
     from proximetry.data.vectors import rows_file
+    from proximetry.search.metadata import absolute
 
-    columns: dict[str, list[Any]] = {"paths": [path for path, _ in images]}
+    columns: dict[str, list[Any]] = {"paths": [absolute(path) for path, _ in images]}
     if any(label for _, label in images):
         columns["labels"] = [label for _, label in images]
     buffer = io.BytesIO()

@@ -7,7 +7,7 @@ from proximetry._util.formatting import pluralize
 from proximetry.cli.inputs import open_gallery
 from proximetry.cli.options import AsJson, GalleryAddress
 from proximetry.cli.output import check_out, print_result, progress_bar, relative_path
-from proximetry.search.manifest import GALLERY, is_milvus
+from proximetry.search.manifest import GALLERY
 
 _SHEET_NEIGHBORS = 6
 
@@ -25,7 +25,7 @@ def outliers(
     opened = open_gallery(gallery, None)
     with progress_bar("searching") as progress:
         found = opened.outliers(progress=progress)
-        classes = 0 if is_milvus(gallery) else len(opened.count_labels())
+        classes = len(opened.count_labels())
         wrong = opened.label_errors(progress=progress) if classes > 1 else []
     document: dict[str, Any] = {
         "gallery": gallery,

@@ -15,7 +15,7 @@ import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
 from proximetry._util.errors import UsageError
 from proximetry._util.files import read_json
-from proximetry._util.formatting import join_first, shorten
+from proximetry._util.formatting import format_value, join_first, shorten
 from proximetry.data import FIELDS
 from proximetry.data.catalog import Catalog
 from proximetry.data.tables import MISSING, decode
@@ -209,6 +209,11 @@ def read_rows(file: Path) -> tuple[npt.NDArray[np.float32], dict[str, Any]]:
     for name, values in columns.items():
         if len(values) != len(checked):
             raise UsageError(f"{file}: {len(values)} {name} for {len(checked)} vectors")
+    for row, path in enumerate(columns.get("path", ())):
+        if not isinstance(path, str | None):
+            raise UsageError(
+                f"{file}: the path of row {row + 1} must be text, got {format_value(path)}"
+            )
     return checked, columns
 
 

@@ -66,9 +66,9 @@ def class_sizes(images: EmbeddedImages) -> Iterator[Finding]:
 def outliers(images: EmbeddedImages) -> Iterator[Finding]:
     """Yield images that are unusually far from all others."""
     distances = 1 - images.cosines[:, :OUTLIER_NEIGHBORS].mean(1)
-    deviations, usual = outlier_deviations(distances), 1 - float(np.median(distances))
+    deviations, usual_cosine = outlier_deviations(distances), 1 - float(np.median(distances))
     for number in np.flatnonzero(deviations > MAX_DEVIATIONS).tolist():
         cosine, nearest = float(images.cosines[number, 0]), int(images.neighbors[number, 0])
-        reason = f"the nearest image has cosine {cosine:.2f}; usual are {usual:.2f}"
+        reason = f"the nearest image has cosine {cosine:.2f}; usual are {usual_cosine:.2f}"
         score = max(0.05, 1 - MAX_DEVIATIONS / float(deviations[number]))
         yield Finding("outlier", (number, nearest), reason, score)

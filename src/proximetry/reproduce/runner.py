@@ -313,14 +313,15 @@ def _find_data(table: Table, recipe: Recipe, data: str | Path | None) -> tuple[s
     info = list_datasets()[name]
     if info.built_in:
         return None, open_dataset(name)
-    inner = recipe.data.root or name
-    hint = f"Pass as --data the folder of {info}, or a folder that holds it as {inner}/"
+    inner = [folder for folder in (recipe.data.root, name) if folder]
+    hint = f"Pass as --data the folder of {info}, or a folder that holds it as {inner[0]}/"
     if data is None:
         if recipe.data.root is None:
             raise ReproduceError(f"--data is missing. {hint}")
         return recipe.data.root, open_catalog(recipe)
     outer = Path(data).expanduser()
-    root = (outer / inner if (outer / inner).exists() else outer).absolute()
+    roots = [outer / folder for folder in inner if (outer / folder).exists()]
+    root = (roots or [outer])[0].absolute()
     splits = {"train": info.train, "test": info.test}
     if table.protocol == "held_out":
         del splits["test"]  # it is not used

@@ -408,14 +408,17 @@ class MilvusGallery(Gallery):
         super().__init__(cache_folder() / "milvus", str(collection.address), collection)
         self._version = uuid4().hex
 
-    def limit_calls(self, seconds: float) -> None:
-        """Raise MilvusError if the server does not answer a call in time."""
-        client = self._snapshot.client
-        client.call_seconds, client.retry_seconds = seconds, 0.0
+    def limit_calls(self, seconds: float) -> MilvusGallery:
+        """Return a copy that raises MilvusError if the server does not answer a call in time."""
+        limited, collection = copy(self), copy(self._snapshot)
+        limited._snapshot, collection.client = collection, copy(collection.client)
+        collection.client.call_seconds, collection.client.retry_seconds = seconds, 0.0
+        return limited
 
     def close(self) -> None:
         """Disconnect from the server; the gallery cannot be used afterwards."""
-        self._snapshot.client.close()
+        if isinstance(self._snapshot, Collection):  # not yet closed
+            self._snapshot.client.close()
         super().close()
 
     @property
@@ -439,6 +442,7 @@ class MilvusGallery(Gallery):
     def _add(self, new_images: NewImages, snapshot: Any, *, replace: bool) -> IntArray:
         """Embed and write one part after the other; existing images are replaced."""
         ids, self.skipped = [np.empty(0, np.int64)], new_images.skipped
+        self._snapshot = snapshot  # `write` adds new columns to it
         for part in new_images.parts():
             if not part.embedded:
                 part.embed(self.embedder, snapshot.manifest.embedder, self.path)

@@ -113,6 +113,9 @@ class MilvusClient:
             raise MilvusError(f"{address}: {reason}") from error
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # `copy` looks for special methods
+            raise AttributeError(name)
+
         def call(*arguments: Any, timeout: float = self.call_seconds, **options: Any) -> Any:
             end = time.monotonic() + self.retry_seconds
             while True:

@@ -85,17 +85,16 @@ def find_outliers(snapshot: AnySnapshot, progress: Progress) -> list[Outlier]:
 
 def find_label_errors(snapshot: AnySnapshot, progress: Progress) -> list[LabelError]:
     """Find probable label errors; see `Gallery.label_errors`."""
-    everything = snapshot.select({})
-    labels: npt.NDArray[Any] = np.array(
-        snapshot.take(snapshot.allowed_positions(everything), ["label"])["label"], np.object_
-    )
+    everything = snapshot.allowed_positions(snapshot.select({}))
+    labels: npt.NDArray[Any] = np.array(snapshot.take(everything, ["label"])["label"], np.object_)
     if len({*labels.tolist()} - {None}) < 2:
         raise UsageError("the gallery has fewer than two classes. Pass labels to build.")
-    allowed = snapshot.select({"label": {"!=": None}})
-    positions, names = snapshot.allowed_positions(allowed), labels[labels != np.array(None)]
+    known = labels != np.array(None)
+    positions, names = everything[known], labels[known]
     classes, codes = np.unique(names.astype(np.str_), return_inverse=True)
     if np.bincount(codes).max() < MIN_CLASS_SIZE:
         return []
+    allowed = snapshot.select({"label": {"!=": None}})
     hits = _neighbors(snapshot, positions, allowed, NEIGHBORS, progress)
     neighbors = np.searchsorted(positions, hits.positions).clip(max=len(positions) - 1)
     neighbors[positions[neighbors] != hits.positions] = -1  # none, or added meanwhile

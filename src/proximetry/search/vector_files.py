@@ -49,8 +49,9 @@ def index_vectors(
     vectors, columns = read_rows(file)
     name = metadata.absolute(os.fspath(file))
     paths = [f"{name}#{row}" for row in range(len(vectors))]
-    if "path" in columns:
-        paths = [metadata.absolute(os.path.join(file.parent, path)) for path in columns["path"]]
+    for row, path in enumerate(columns.get("path", ())):
+        if path:
+            paths[row] = metadata.absolute(os.path.join(file.parent, path))
     table = metadata.from_columns({**columns, "path": paths})
     exists = is_gallery(out)
     if model is None and not exists:
@@ -91,5 +92,6 @@ def encode_vectors(embedder: Embedder, vectors: FloatArray, batch_size: int = 64
 def read_queries(gallery: Gallery, file: Path) -> tuple[FloatArray, list[str]]:
     """Return the vectors of a file as queries of a gallery, and their names."""
     vectors, columns = read_rows(file.expanduser())
-    names = columns.get("path") or [f"{file}#{row}" for row in range(len(vectors))]
+    paths = columns.get("path") or [None] * len(vectors)
+    names = [path or f"{file}#{row}" for row, path in enumerate(paths)]
     return encode_vectors(gallery.embedder, vectors), names

@@ -73,7 +73,7 @@ def make_app(source: Path | Gallery, *, full_paths: bool = False, wait: bool = T
     """Open a gallery and return its application, to be wrapped in an `AccessMiddleware`.
 
     Args:
-        source: the folder of the gallery, or an open gallery on Milvus.
+        source: the folder of the gallery, or an open one, on Milvus or a GPU.
         full_paths: show the full paths of images, not those relative to their common folder.
         wait: return after loading the embedder. Otherwise requests get 503 until it is loaded.
     """

@@ -68,7 +68,7 @@ class LiveGallery:
     A gallery that was rebuilt is loaded in the background, and served once its embedder is ready.
 
     Args:
-        source: the folder, or an open gallery on Milvus, whose searches see every change.
+        source: the folder, or an open gallery, on Milvus (searches see every change) or a GPU.
         full_paths: whether clients may see full paths; else those relative to the common folder.
         prepare: called with a rebuilt gallery before it is served.
     """
@@ -85,7 +85,7 @@ class LiveGallery:
             self._state = file_state(self._folder / MANIFEST)
         self._gallery = Gallery.open(source) if isinstance(source, Path) else source
         if isinstance(source, MilvusGallery):
-            source.limit_calls(_CALL_SECONDS)
+            self._gallery = source.limit_calls(_CALL_SECONDS)
         self.path, self.full_paths = self._gallery.path, full_paths
         self.reloads = {"ok": 0, "failed": 0}
         self._prepare = prepare

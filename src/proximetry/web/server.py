@@ -56,7 +56,7 @@ def serve(
     Without a token, only this machine can reach the server, and the page shows full paths.
 
     Args:
-        gallery: folder of the gallery, or an open one, such as one on Milvus.
+        gallery: folder of the gallery, or an open one, on Milvus or a GPU.
         host: name or address to listen on; all but loopback addresses require a token.
         port: 0 chooses a free one.
         token: access token, or several separated by commas; default: $PROXIMETRY_TOKEN.
