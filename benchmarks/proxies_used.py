@@ -1,7 +1,7 @@
 """Count the distinct and the used proxies of each class in trained runs.
 
     proximetry reproduce several-proxies --data DATA --keep-runs
-    python -m benchmarks.proxies_used results/several-proxies/work/* --out FILE.jsonl
+    python -m benchmarks.proxies_used results/several-proxies/*/*-seed* --out FILE.jsonl
 
 Per class, averaged over the classes:
 

@@ -5,8 +5,8 @@
     python -m benchmarks.variants interpolation RUN ... --out FILE.jsonl
     python -m benchmarks.variants soup RUN RUN ... --out FILE.jsonl
 
-RUN is a folder kept by `--keep-runs`, below results/TABLE/work. Every variant is evaluated as its
-run was, on held-out classes, the test set or both; PCA is fitted again.
+RUN is a folder kept by `--keep-runs`, in a folder of results/TABLE. Every variant is evaluated as
+its run was, on held-out classes, the test set or both; PCA is fitted again.
 
 - `views`: one view, the average with the flip, and with further crops; parameters, and images per
   second of the network on this device.

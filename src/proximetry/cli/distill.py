@@ -1,15 +1,12 @@
 """`proximetry distill`: train a smaller network that follows a run or another embedder."""
 
-import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from proximetry.cli.options import AsJson, Device, Flag
-from proximetry.cli.output import print_result
-from proximetry.cli.train import COMMON, OUTPUT, RecipeOptions, summary
+from proximetry.cli.train import COMMON, OUTPUT, RecipeOptions, start_run
 from proximetry.recipe.schema import Recipe
 
 
@@ -43,29 +40,17 @@ def distill(
         overrides: keys of the recipe.
     """
     from proximetry.training.distillation import plan_distillation
-    from proximetry.training.dry_run import describe
-    from proximetry.training.dry_run import dry_run as estimate
-    from proximetry.training.reporting import make_display
-    from proximetry.training.trainer import train
 
     plan = plan_distillation(teacher, out, overrides, recipe)
-    if print_config:
-        print(plan.recipe.to_yaml(), end="")
-        return
-    is_main = os.environ.get("RANK", "0") == "0"  # only rank 0 prints
-    display = make_display(sys.stderr if as_json else None)
-    for line in plan.lines if is_main else ():
-        display.message(line)
-    start = estimate if dry_run else train
-    results = start(plan.recipe, out, device=device, resume=not fresh, display=display)
-    text = (
-        describe(results)
-        if dry_run
-        else summary(results, plan, _teacher_rows(teacher, plan.recipe))
+    start_run(
+        plan,
+        device,
+        fresh=fresh,
+        dry_run=dry_run,
+        print_config=print_config,
+        as_json=as_json,
+        references=_teacher_rows(teacher, plan.recipe),
     )
-    if is_main:
-        document = results if dry_run else {"folder": str(out), **results}
-        print_result(as_json, document, text)
 
 
 def _teacher_rows(teacher: str, recipe: Recipe) -> dict[str, dict[str, Any]]:

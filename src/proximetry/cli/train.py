@@ -134,6 +134,22 @@ def train(
     changes = read_yaml(config, "overrides") if config is not None else {}
     changes = merge(changes, overrides, is_complete=False)
     plan = make_plan(images, out, recipe, changes, device, fresh)
+    start_run(
+        plan, device, fresh=fresh, dry_run=dry_run, print_config=print_config, as_json=as_json
+    )
+
+
+def start_run(
+    plan: Plan,
+    device: str | None,
+    *,
+    fresh: bool,
+    dry_run: bool,
+    print_config: bool,
+    as_json: bool,
+    references: Mapping[str, Mapping[str, Any]] = {},
+) -> None:
+    """Train as planned and print the results, beside metrics of other runs (see `summary`)."""
     if print_config:
         print(plan.recipe.to_yaml(), end="")
         return
@@ -149,7 +165,7 @@ def train(
 
     start = estimate if dry_run else run
     results = start(plan.recipe, plan.out, device=device, resume=not fresh, display=display)
-    text = describe(results) if dry_run else summary(results, plan)
+    text = describe(results) if dry_run else summary(results, plan, references)
     if is_main:
         document = results if dry_run else {"folder": str(plan.out), **results}
         print_result(as_json, document, text)
